@@ -1,0 +1,58 @@
+"""A pre-XLA compiler stage for JAX: find slow patterns, bind fast kernels, say so.
+
+Public names:
+  jit: ``jax.jit`` with the stage in front of XLA.
+  install, uninstall: the stage for every jit of the process.
+  rewrite_text: the same pipeline on the text of a StableHLO module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hlo_tools.driver import StageConfig, rewrite_text
+    from hlo_tools.errors import HloToolsError
+    from hlo_tools.module import StableHloModule
+    from hlo_tools.pipeline import PassPipeline
+    from hlo_tools.report import RewriteReport
+    from hlo_tools.stage import install, jit, uninstall
+
+__version__ = "0.1.0"
+
+# Loaded on first use, so that importing the package does not touch a backend.
+_PUBLIC = {
+    "HloToolsError": "hlo_tools.errors",
+    "PassPipeline": "hlo_tools.pipeline",
+    "RewriteReport": "hlo_tools.report",
+    "StableHloModule": "hlo_tools.module",
+    "StageConfig": "hlo_tools.driver",
+    "install": "hlo_tools.stage",
+    "jit": "hlo_tools.stage",
+    "rewrite_text": "hlo_tools.driver",
+    "uninstall": "hlo_tools.stage",
+}
+
+__all__ = [
+    "HloToolsError",
+    "PassPipeline",
+    "RewriteReport",
+    "StableHloModule",
+    "StageConfig",
+    "__version__",
+    "install",
+    "jit",
+    "rewrite_text",
+    "uninstall",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'hlo_tools' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,224 @@
+"""Chooses an implementation for a site, and puts it into the module.
+
+Implementations are JAX functions.  One is lowered by itself for the target's
+platform, its module spliced into the program as private functions, and called
+in the place of the composite.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir
+
+from hlo_tools.composites import AttentionSpec, Implementation
+from hlo_tools.module import StableHloModule
+from hlo_tools.report import BASELINE, Candidate
+from hlo_tools.targets import Target
+
+# composite -> implementation -> "module:attribute"; loaded on demand.  Others can
+# be added through the entry point group of the same name.
+IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "hlo_tools.attention": {
+        "online": "pallas_kernels.attention.online:IMPLEMENTATION",
+        "cudnn": "pallas_kernels.attention.cudnn:IMPLEMENTATION",
+        "tpu-flash": "pallas_kernels.attention.tpu:IMPLEMENTATION",
+    }
+}
+# composite -> module with naive_seconds(spec, target), naive_temp_bytes(...)
+COST_MODELS = {"hlo_tools.attention": "pallas_kernels.attention.cost"}
+
+# An implementation must be predicted to take at most this part of XLA's time ...
+FASTER = 0.95
+# ... or save at least this much memory while taking at most this multiple of it.
+MATTERING_BYTES = 64 << 20
+MATTERING_SLOWDOWN = 1.10
+
+
+@functools.cache
+def load_implementations(composite: str) -> dict[str, Implementation]:
+    """Returns the implementations of a composite, by name."""
+    rows = dict(IMPLEMENTATIONS.get(composite, {}))
+    for entry in importlib.metadata.entry_points(group=composite):
+        rows.setdefault(entry.name, entry.value)
+    loaded = {}
+    for name, place in rows.items():
+        module, _, attribute = place.partition(":")
+        loaded[name] = getattr(importlib.import_module(module), attribute)
+    return loaded
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a site is to be bound to.
+
+    Attributes:
+      implementation: None to keep XLA's own code.
+      reason: why, as a sentence.
+      candidates: every implementation considered, XLA's own last.
+      bytes_saved: temporary memory saved by one execution.
+    """
+
+    implementation: Implementation | None
+    reason: str
+    candidates: list[Candidate]
+    bytes_saved: int = 0
+
+
+def choose(composite: str, spec: AttentionSpec, target: Target) -> Choice:
+    """Chooses the implementation that is predicted to be fastest for a site.
+
+    XLA's own code stays unless something is predicted to be faster, or saves
+    memory that matters at about the same speed.
+    """
+    cost = importlib.import_module(COST_MODELS[composite])
+    baseline = cost.naive_seconds(spec, target)
+    baseline_bytes = cost.naive_temp_bytes(spec, target)
+    candidates, able = [], []
+    for name, implementation in load_implementations(composite).items():
+        if target.platform not in implementation.platforms:
+            reason = f"runs on {', '.join(implementation.platforms)} only"
+        else:
+            reason = implementation.supports(spec, target)
+        if reason is not None:
+            candidates.append(Candidate(name, False, reason))
+            continue
+        seconds = implementation.seconds(spec, target)
+        temp = implementation.temp_bytes(spec, target)
+        candidates.append(Candidate(name, True, None, seconds, temp))
+        able.append((seconds, temp, implementation))
+    candidates.append(Candidate(BASELINE, True, None, baseline, baseline_bytes))
+    if not able:
+        return Choice(None, _why_none(candidates), candidates)
+    seconds, temp, best = min(able, key=lambda row: row[0])
+    saved = max(baseline_bytes - temp, 0)
+    times = f"{best.name} {_time(seconds)}, XLA's own code {_time(baseline)}"
+    if seconds <= FASTER * baseline:
+        return Choice(best, f"predicted faster: {times}", candidates, saved)
+    if saved >= MATTERING_BYTES and seconds <= MATTERING_SLOWDOWN * baseline:
+        return Choice(best, f"saves {saved >> 20} MiB: {times}", candidates, saved)
+    if baseline_bytes > target.spec.memory_bytes // 2:
+        return Choice(best, "XLA's own code hardly fits in memory", candidates, saved)
+    return Choice(None, f"nothing predicted to be faster: {times}", candidates)
+
+
+def _why_none(candidates: Sequence[Candidate]) -> str:
+    reasons = [f"{c.name}: {c.reason}" for c in candidates if not c.supported]
+    return "no implementation can run it (" + "; ".join(reasons) + ")"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} us"
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A lowered implementation, as MLIR text."""
+
+    text: str
+
+
+_lowered: dict[tuple, Lowered] = {}
+
+
+def lower_function(
+    function: Callable, types: Sequence[jax.ShapeDtypeStruct], platform: str, key: Any
+) -> Lowered:
+    """Lowers a JAX function for a platform; remembered under `key`.
+
+    Args:
+      function: takes arrays of `types`, returns one array.
+      types: shapes and dtypes of its arguments.
+      platform: "cpu", "cuda" or "tpu".
+      key: hashable; equal keys must mean equal programs.
+    """
+    full_key = (key, platform)
+    if full_key not in _lowered:
+        wide = any(str(t.dtype) in ("float64", "int64", "uint64") for t in types)
+        with jax.enable_x64(wide or jax.config.jax_enable_x64):
+            # keep_unused: the call hands over every operand
+            traced = jax.jit(function, keep_unused=True).trace(*types)
+            lowered = traced.lower(lowering_platforms=(platform,))
+            module = lowered.compiler_ir("stablehlo")
+            _lowered[full_key] = Lowered(
+                module.operation.get_asm(enable_debug_info=True)
+            )
+    return _lowered[full_key]
+
+
+def splice(module: StableHloModule, lowered: Lowered, name: str) -> str:
+    """Adds the functions of a lowered implementation to a module.
+
+    Args:
+      module: changed in place.
+      lowered: what to add; its entry function becomes private.
+      name: wanted name of the entry function.
+
+    Returns:
+      The name that the entry function got.
+    """
+    with module.context:
+        other = ir.Module.parse(lowered.text)
+    taken = {*module.functions()}
+    renamed: dict[str, str] = {}
+    body = list(other.body.operations)
+    for op in body:
+        old = ir.StringAttr(op.attributes["sym_name"]).value
+        if op.operation.name != "func.func":
+            continue
+        wanted = name if old == "main" else f"{name}.{old}"
+        for number in itertools.count():
+            new = f"{wanted}_{number}" if number else wanted
+            if new not in taken:
+                break
+        taken.add(new)
+        renamed[old] = new
+    for op in body:
+        if op.operation.name != "func.func":
+            _add_symbol(module, op)
+            continue
+        _rename_references(op.operation, renamed)
+        old = ir.StringAttr(op.attributes["sym_name"]).value
+        op.attributes["sym_name"] = ir.StringAttr.get(renamed[old], module.context)
+        op.attributes["sym_visibility"] = ir.StringAttr.get("private", module.context)
+        for attribute in ("arg_attrs", "res_attrs"):
+            if attribute in op.attributes:
+                del op.attributes[attribute]
+        with ir.InsertionPoint(module.module.body):
+            op.operation.clone()
+    return renamed["main"]
+
+
+def _add_symbol(module: StableHloModule, op: ir.OpView) -> None:
+    """Adds a mesh of the implementation, unless the module has it."""
+    name = op.attributes["sym_name"]
+    for own in module.module.body.operations:
+        if "sym_name" in own.attributes and own.attributes["sym_name"] == name:
+            return
+    with ir.InsertionPoint.at_block_begin(module.module.body):
+        op.operation.clone()
+
+
+def _rename_references(function: ir.Operation, renamed: dict[str, str]) -> None:
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        for attribute in ("callee", "decomposition"):
+            if attribute in op.attributes:
+                old = ir.FlatSymbolRefAttr(op.attributes[attribute]).value
+                if old in renamed:
+                    op.attributes[attribute] = ir.FlatSymbolRefAttr.get(
+                        renamed[old], op.context
+                    )
+        return ir.WalkResult.ADVANCE
+
+    function.walk(visit)
+
+
+PLATFORM_NAMES = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}

@@ -1,0 +1,103 @@
+"""One entry for every way in: a module, a target and a configuration."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+
+import jax
+import jaxlib
+from jax.extend.mlir import ir
+
+from hlo_tools.module import StableHloModule
+from hlo_tools.pipeline import PassContext, PassPipeline
+from hlo_tools.report import RewriteReport
+from hlo_tools.targets import Target
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What the stage is asked to do.
+
+    Attributes:
+      passes: pipeline spec.
+      exactness: "bitwise", "reassociating" or "approximate".
+      verify: whether bound sites are checked numerically on the device at hand.
+    """
+
+    passes: str = "default"
+    exactness: str = "reassociating"
+    verify: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> StageConfig:
+        return cls(**json.loads(text))
+
+
+def run_passes(
+    module: StableHloModule,
+    passes: str,
+    target: Target,
+    exactness: str = "reassociating",
+    verify: bool = False,
+) -> tuple[StableHloModule, RewriteReport]:
+    """Runs a pipeline on a module, in place.
+
+    Returns:
+      The module and the report.
+
+    Raises:
+      PassSpecError, UnknownNameError: the spec is bad.
+    """
+    pipeline = PassPipeline.parse(passes)
+    report = RewriteReport(module=module.name, target=target.spec.name)
+    report.versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    start = time.perf_counter()
+    pipeline.run(module, PassContext(target, report, exactness, verify))
+    report.seconds = time.perf_counter() - start
+    return module, report
+
+
+def transform(
+    ir_module: ir.Module, target: Target, config: StageConfig
+) -> tuple[ir.Module, RewriteReport]:
+    """Rewrites a module that JAX is about to compile.
+
+    Args:
+      ir_module: not changed: JAX may compile it again.
+      target: the device it is for.
+      config: what to do.
+
+    Returns:
+      A new module, or `ir_module` itself when nothing was bound, and the report.
+    """
+    module = StableHloModule.from_ir(ir_module)
+    module, report = run_passes(
+        module, config.passes, target, config.exactness, config.verify
+    )
+    bound = any(site.status == "bound" for site in report.sites)
+    return (module.module if bound else ir_module), report
+
+
+def rewrite_text(mlir: str, *, passes: str = "default", target: str = "cpu") -> str:
+    """Runs a pipeline on the text of a StableHLO module.
+
+    Args:
+      mlir: MLIR text.
+      passes: pipeline spec, e.g. "normalize,outline-attention".
+      target: name of the target ("cpu", "h200", "v5e", ...).
+
+    Returns:
+      The text of the rewritten module.
+
+    Raises:
+      MlirParseError: `mlir` does not parse.
+      PassSpecError, UnknownNameError: the spec or the target is bad.
+    """
+    module = StableHloModule.parse(mlir)
+    run_passes(module, passes, Target.parse(target))
+    return module.as_text()

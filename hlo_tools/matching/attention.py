@@ -1,0 +1,489 @@
+"""Recognizes softmax(f(q.k)) v at a value product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jax.extend.mlir.dialects import stablehlo
+
+from hlo_tools.matching import masks
+from hlo_tools.matching.expressions import Builder, Expr, is_float
+from hlo_tools.matching.index_space import (
+    Dim,
+    Index,
+    IndexSpace,
+    SplitAtomError,
+    atoms_of,
+    dim_size,
+)
+from hlo_tools.matching.operands import Operand, peel
+from hlo_tools.matching.outcome import NoMatchError
+from hlo_tools.matching.reader import (
+    ANNOTATIONS,
+    ELEMENTWISE,
+    SHAPE_OPS,
+    Reader,
+    defining_op,
+    dtype_of,
+    is_static,
+    loop_invariant,
+    shape_of,
+)
+from hlo_tools.matching.scores import Scores, name_scores
+from hlo_tools.matching.softmax import (
+    Softmax,
+    is_sum_of,
+    match_softmax,
+)
+
+
+@dataclass
+class DotDims:
+    """Dimension numbers of a dot_general, by side."""
+
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    contract: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, op) -> DotDims:
+        numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+        return cls(
+            (
+                tuple(numbers.lhs_batching_dimensions),
+                tuple(numbers.rhs_batching_dimensions),
+            ),
+            (
+                tuple(numbers.lhs_contracting_dimensions),
+                tuple(numbers.rhs_contracting_dimensions),
+            ),
+        )
+
+    def free(self, side: int, rank: int) -> tuple[int, ...]:
+        used = {*self.batch[side], *self.contract[side]}
+        return tuple(dim for dim in range(rank) if dim not in used)
+
+
+@dataclass
+class Axes:
+    """The index atoms by role, each a tuple of atoms in canonical order."""
+
+    batch: Dim
+    kv_heads: Dim
+    group: Dim
+    rows: Dim
+    keys: Dim
+    depth: Dim
+    value: Dim
+
+
+@dataclass
+class AttentionMatch:
+    """One proven site.
+
+    Attributes:
+      out: the value that the site computes; its dims are `out_index`.
+      score_product, value_product: the two dot_general operations.
+      q, k, v: the operands.
+      sides: other arrays that the scores depend on: (value, index).
+      scores: argument of the softmax, a function of `score`.
+      score: the node of the score product.
+      pieces: the scores taken apart.
+      uniform_rows: a row without visible keys averages all values.
+      band: what the masks of positions alone let through, merged.
+      data_masks: the masks that depend on data.
+      rows_never_empty: proven that every query sees a key.
+      axes: the index atoms by role.
+      members: the values that belong to the site.
+    """
+
+    out: object
+    out_index: Index
+    score_product: object
+    value_product: object
+    q: Operand
+    k: Operand
+    v: Operand
+    sides: list[tuple[object, Index]]
+    scores: Expr
+    score: Expr
+    softmax_dtype: str
+    probs_dtype: str
+    pieces: Scores
+    axes: Axes
+    members: set
+    band: masks.Band | None = None
+    data_masks: list[Expr] = field(default_factory=list)
+    rows_never_empty: bool = False
+
+
+def has_plain_algorithm(dot) -> bool:
+    """Returns whether a dot_general multiplies in its operands' own types.
+
+    jax.nn writes the algorithm BF16_BF16_F32 on bfloat16 products, which is what
+    they do anyway; emulations (BF16_X3, TF32, ...) are something else.
+    """
+    if "algorithm" not in dot.attributes:
+        return True
+    algorithm = stablehlo.DotAlgorithm(dot.attributes["algorithm"])
+    types = [dtype_of(operand) for operand in dot.operands]
+    return (
+        [str(algorithm.lhs_precision_type), str(algorithm.rhs_precision_type)] == types
+        and str(algorithm.accumulation_type) in ("f32", "f64")
+        and algorithm.num_primitive_operations == 1
+    )
+
+
+def value_products(exponential) -> Iterator[tuple[object, int]]:
+    """Yields (dot_general, operand number) that an exponential reaches.
+
+    Only elementwise and shape operations are followed.
+    """
+    seen, stack = set(), [exponential.results[0]]
+    while stack and len(seen) < 64:
+        value = stack.pop()
+        for use in value.uses:
+            op = use.owner
+            name = op.operation.name
+            if name == "stablehlo.dot_general":
+                yield op, use.operand_number
+            elif name in ELEMENTWISE or name in SHAPE_OPS:
+                result = op.operation.results[0]
+                if result not in seen:
+                    seen.add(result)
+                    stack.append(result)
+
+
+def match_attention(dot, side: int, exponential) -> AttentionMatch:
+    """Proves that `dot` is the value product of an attention.
+
+    Args:
+      dot: a dot_general operation.
+      side: which of its operands holds the probabilities.
+      exponential: the operation that they come from.
+
+    Raises:
+      NoMatchError: with the reason.
+    """
+    if not all(is_static(value) for value in (*dot.operands, *dot.results)):
+        raise NoMatchError("dynamic shapes")
+    if not has_plain_algorithm(dot):
+        raise NoMatchError(
+            "the value product asks for a special dot algorithm",
+            value=dot.results[0],
+            got=str(dot.attributes["algorithm"]),
+            expected="one multiplication in the operands' type, summed in float32",
+            edit="drop the dot algorithm (preset) of the value product",
+        )
+    attempt = _Attempt(dot, side)
+    for _ in range(64):
+        try:
+            match = attempt.run()
+            _is_first_product(dot, side, exponential)
+            return match
+        except SplitAtomError as error:
+            attempt.space.split(error)
+    raise NoMatchError("reshapes cut the axes into too many pieces")
+
+
+def _is_first_product(dot, side: int, exponential) -> None:
+    """Rejects a product that the probabilities reach only after another one.
+
+    The backward pass of a softmax over queries contracts the probabilities along
+    their softmax axis too, but there they were made for the other product.
+    """
+    contract = DotDims.of(dot).contract[side]
+    for other, number in value_products(exponential):
+        if other.operation.block != dot.operation.block or other == dot:
+            continue
+        earlier = other.operation.is_before_in_block(dot.operation)
+        if earlier and DotDims.of(other).contract[number] != contract:
+            raise NoMatchError(
+                "the probabilities were made for an earlier product",
+                value=other.operation.results[0],
+            )
+
+
+class _Attempt:
+    """One value product; `run` starts afresh after each split of an atom."""
+
+    def __init__(self, dot, side: int):
+        self.dot, self.side = dot, side
+        self.space = IndexSpace()
+        self.dims = DotDims.of(dot)
+        self.shapes = [shape_of(operand) for operand in dot.operands]
+        self.index: list[list[Dim]] = [[()] * len(shape) for shape in self.shapes]
+        self._name_dims()
+
+    def _name_dims(self) -> None:
+        p, v = self.side, 1 - self.side
+        for label, pairs in (("batch", self.dims.batch), ("key", self.dims.contract)):
+            for ours, theirs in zip(pairs[p], pairs[v], strict=True):
+                dim = self.space.new_dim(self.shapes[p][ours], label)
+                self.index[p][ours] = self.index[v][theirs] = dim
+        for number, label in ((p, "row"), (v, "value")):
+            for dim in self.dims.free(number, len(self.shapes[number])):
+                size = self.shapes[number][dim]
+                self.index[number][dim] = self.space.new_dim(size, label)
+
+    def _expanded(self, number: int) -> Index:
+        return tuple(self.space.expand(dim) for dim in self.index[number])
+
+    def run(self) -> AttentionMatch:
+        p, v = self.side, 1 - self.side
+        p_index, v_index = self._expanded(p), self._expanded(v)
+        self.keys: Dim = tuple(a for d in self.dims.contract[p] for a in p_index[d])
+        free = self.dims.free(p, len(p_index))
+        self.rows = frozenset(a for d in free for a in p_index[d])
+        self.value_dims: Dim = tuple(
+            a for d in self.dims.free(v, len(v_index)) for a in v_index[d]
+        )
+        if not self.keys:
+            raise NoMatchError("the value product contracts nothing")
+        self.builder = Builder()
+        self._positions_only: dict = {}
+        self.reader = Reader(self.space, self.builder, self._stop)
+        probabilities = self.reader.read(self.dot.operands[p], p_index)
+        softmax = match_softmax(self.reader, probabilities, self.keys)
+        self._only_one_chain(probabilities)
+        score = self._find_score(softmax.scores)
+        return self._assemble(softmax, score, p_index, v_index)
+
+    def _stop(self, value, index: Index) -> bool:
+        """Leaves are arrays that do not span queries and keys."""
+        atoms = atoms_of(index)
+        spans = bool(atoms & set(self.keys)) and (
+            not self.rows or bool(atoms & self.rows)
+        )
+        return not spans and not self._is_positions_only(value)
+
+    def _is_positions_only(self, value, depth: int = 0) -> bool:
+        """Returns whether a value is computed from iotas and constants alone."""
+        value = loop_invariant(value)
+        found = self._positions_only.get(value)
+        if found is None:
+            op = defining_op(value)
+            found = op is not None and depth < 64
+            if found:
+                name = op.operation.name
+                found = name in ("stablehlo.iota", "stablehlo.constant")
+                if not found and (name in ELEMENTWISE or name in SHAPE_OPS):
+                    found = all(
+                        self._is_positions_only(operand, depth + 1)
+                        for operand in op.operands
+                    )
+            self._positions_only[value] = found
+        return found
+
+    def _only_one_chain(self, probabilities: Expr) -> None:
+        dots = {n.value for n in probabilities.walk() if n.kind == "dot"}
+        indices = {n.index for n in probabilities.walk() if n.kind == "dot"}
+        if len(dots) < len(indices) and len(dots) == 1:
+            raise NoMatchError(
+                "one score product is read at two different places", near=True,
+                value=next(iter(dots)), got="shifted or transposed scores",
+                expected="each score used where it stands",
+                edit="do not mix scores of different positions",
+            )  # fmt: skip
+
+    def _find_score(self, scores: Expr) -> Expr:
+        """Returns the dot node that is a product of queries and keys."""
+        dots = [node for node in scores.walk() if node.kind == "dot"]
+        for node in sorted(dots, key=lambda n: n.serial):
+            if self._operands_of(node) is not None:
+                return node
+        if dots:
+            raise NoMatchError(
+                "the softmax's argument holds no product of queries and keys",
+                value=dots[0].value,
+            )
+        raise NoMatchError("the softmax's argument holds no product")
+
+    def _operands_of(self, node: Expr):
+        """Returns ((q value, index), (k value, index), depth) or None."""
+        op = defining_op(node.value)
+        if not has_plain_algorithm(op) or not is_float(dtype_of(node.value)):
+            return None
+        dims = DotDims.of(op)
+        shapes = [shape_of(operand) for operand in op.operands]
+        index: list[list[Dim]] = [[()] * len(shape) for shape in shapes]
+        result = iter(node.index)
+        for left, right in zip(*dims.batch, strict=True):
+            index[0][left] = index[1][right] = next(result)
+        for number in (0, 1):
+            for dim in dims.free(number, len(shapes[number])):
+                index[number][dim] = next(result)
+        depth: list = []
+        for left, right in zip(*dims.contract, strict=True):
+            atoms = self.space.expand(self._depth_dim(op, left, shapes[0][left]))
+            index[0][left] = index[1][right] = atoms
+            depth.extend(atoms)
+        keys = set(self.keys)
+        with_keys = [keys & atoms_of(tuple(i)) for i in index]
+        for k in (0, 1):
+            if with_keys[k] == keys and not with_keys[1 - k]:
+                q_side, k_side = (
+                    (op.operands[n], tuple(index[n])) for n in (1 - k, k)
+                )
+                return q_side, k_side, tuple(depth)
+        return None
+
+    def _depth_dim(self, op, dim: int, size: int) -> Dim:
+        key = (op.results[0], dim)
+        if not hasattr(self, "_depth_dims"):
+            self._depth_dims: dict = {}
+        if key not in self._depth_dims:
+            self._depth_dims[key] = self.space.new_dim(size, "depth")
+        return self._depth_dims[key]
+
+    def _assemble(
+        self, softmax: Softmax, score: Expr, p_index: Index, v_index: Index
+    ) -> AttentionMatch:
+        q_side, k_side, depth = self._operands_of(score)
+        q = peel(self.reader, *q_side, scales=True)
+        k = peel(self.reader, *k_side, scales=True)
+        v = peel(
+            self.reader, self.dot.operands[1 - self.side], v_index, scales=False
+        )
+        sides = self._sides(softmax.scores, score)
+        out, normalizing = self._output(softmax, p_index, v_index)
+        axes = self._axes(q, k, v, depth, p_index, softmax.scores, sides)
+        match = AttentionMatch(
+            out=out,
+            out_index=self._out_index(p_index, v_index),
+            score_product=defining_op(score.value),
+            value_product=self.dot,
+            q=q,
+            k=k,
+            v=v,
+            sides=sides,
+            scores=softmax.scores,
+            score=score,
+            softmax_dtype=softmax.exponential.dtype,
+            probs_dtype=dtype_of(self.dot.operands[self.side]),
+            pieces=Scores(),
+            axes=axes,
+            members=set(),
+        )
+        match.members = {
+            *self.reader.expanded, *q.between, *k.between, *v.between,
+            self.dot.results[0], score.value, out, *normalizing,
+        }  # fmt: skip
+        self._name_pieces(match)
+        return match
+
+    def _sides(self, scores: Expr, score: Expr) -> list[tuple[object, Index]]:
+        sides = []
+        allowed = {*self.keys, *self.rows, *self._batch_atoms()}
+        for node in sorted(scores.walk(), key=lambda n: n.serial):
+            if node is score or node.kind not in ("leaf", "dot", "reduce"):
+                continue
+            if not atoms_of(node.index) <= allowed or node.value == score.value:
+                raise NoMatchError("a side input of the scores varies along new axes")
+            sides.append((node.value, node.index))
+        return sides
+
+    def _batch_atoms(self) -> frozenset:
+        index = self._expanded(self.side)
+        return frozenset(a for d in self.dims.batch[self.side] for a in index[d])
+
+    def _output(self, softmax: Softmax, p_index: Index, v_index: Index):
+        """Returns (site output, values of a division after the product)."""
+        result = self.dot.results[0]
+        if softmax.normalized:
+            return result, []
+        index, value = self._out_index(p_index, v_index), result
+        between: list = []
+        for _ in range(6):
+            uses = list(value.uses)
+            if len(uses) != 1:
+                break
+            op = uses[0].owner
+            name = op.operation.name
+            if name == "stablehlo.convert" or name in ANNOTATIONS:
+                value = op.operation.results[0]
+                between.append(value)
+                continue
+            if name == "stablehlo.divide" and uses[0].operand_number == 0:
+                total = self.reader.read(op.operands[1], index)
+                if is_sum_of(self.reader, total, softmax.exponential, self.keys):
+                    return op.operation.results[0], between
+            break
+        raise NoMatchError("the exponentials are never divided by their sum")
+
+    def _out_index(self, p_index: Index, v_index: Index) -> Index:
+        """Index of the value product's result: batch, then free dims by side."""
+        sides = [p_index, v_index] if self.side == 0 else [v_index, p_index]
+        dims = [sides[0][d] for d in self.dims.batch[0]]
+        for number in (0, 1):
+            free = self.dims.free(number, len(self.shapes[number]))
+            dims.extend(sides[number][d] for d in free)
+        return tuple(dims)
+
+    def _axes(self, q, k, v, depth, p_index, scores, sides) -> Axes:
+        q_atoms, k_atoms, v_atoms = (atoms_of(x.index) for x in (q, k, v))
+        keys, values = set(self.keys), set(self.value_dims)
+        if not set(depth) <= q_atoms & k_atoms or not keys <= k_atoms & v_atoms:
+            raise NoMatchError("an operand is constant along a contracted axis")
+        if not values <= v_atoms:
+            raise NoMatchError("the values are constant along their own axis")
+        k_batch, v_batch = k_atoms - keys - set(depth), v_atoms - keys - values
+        if k_batch != v_batch:
+            raise NoMatchError("keys and values vary along different axes")
+        if q_atoms & (keys | values):
+            raise NoMatchError("the queries vary along the key axis")
+        order = [a for dim in k.index for a in dim if a in k_batch]
+        batch, kv_heads = tuple(order[:-1]), tuple(order[-1:])
+        if len(order) == 1:
+            batch, kv_heads = kv_heads, ()
+        out = {a for dim in p_index for a in dim} - keys
+        own = sorted(out - k_batch, key=lambda a: a.serial)
+        rows = self._query_axes(own, scores, sides)
+        group = tuple(a for a in own if a not in rows)
+        return Axes(batch, kv_heads, group, rows, self.keys, depth, self.value_dims)
+
+    def _query_axes(self, own, scores: Expr, sides) -> Dim:
+        """Chooses which of the axes that only queries have is the query axis."""
+        if len(own) <= 1:
+            return tuple(own)
+        for node in scores.walk():
+            if node.kind == "iota" and set(node.index[0]) <= set(own):
+                return node.index[0]
+        for _, index in sides:
+            atoms = atoms_of(index)
+            shared = tuple(a for a in own if a in atoms)
+            if atoms & set(self.keys) and 0 < len(shared) < len(own):
+                return shared
+        return (max(own, key=lambda a: (a.size, a.serial)),)
+
+    def _name_pieces(self, match: AttentionMatch) -> None:
+        pieces, uniform = name_scores(self.builder, match.scores, match.score)
+        t, s = dim_size(match.axes.rows), dim_size(match.axes.keys)
+        lower, upper = None, None
+        for mask in pieces.masks:
+            for part in _conjuncts(mask):
+                band = masks.band_of(part, match.axes.rows, match.axes.keys, t, s)
+                if band is None:
+                    match.data_masks.append(part)
+                    continue
+                if band.lower is not None:
+                    lower = band.lower if lower is None else max(lower, band.lower)
+                if band.upper is not None:
+                    upper = band.upper if upper is None else min(upper, band.upper)
+        match.band = masks.Band(lower, upper)
+        match.rows_never_empty = not match.data_masks and masks.sees_a_key(
+            match.band, t, s
+        )
+        if pieces.named and not match.rows_never_empty and not uniform:
+            pieces = Scores(
+                named=False,
+                why="a row without visible keys would depend on the mask's exact value",
+            )
+        match.pieces = pieces
+
+
+def _conjuncts(mask: Expr) -> list[Expr]:
+    if mask.kind == "op" and mask.name == "and":
+        return [part for arg in mask.args for part in _conjuncts(arg)]
+    return [mask]
+

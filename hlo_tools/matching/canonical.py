@@ -1,0 +1,388 @@
+"""From a proven site to what implementations understand, and back.
+
+Implementations see queries [B,T,H,D], keys [B,S,K,D], values [B,S,K,Dv] and side
+inputs [B|1,K|1,G|1,T|1,S|1], whatever the program's own layout is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from hlo_tools.composites import AttentionSpec, SideSpec
+from hlo_tools.matching.attention import AttentionMatch
+from hlo_tools.matching.evaluation import OPERATIONS, evaluate
+from hlo_tools.matching.expressions import NUMPY_TYPES, Expr
+from hlo_tools.matching.index_space import Atom, Dim, Index, dim_size
+from hlo_tools.matching.outcome import NoMatchError
+from hlo_tools.matching.reader import dtype_of, shape_of, table_of
+
+DTYPE_NAMES = {
+    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64",
+    "i1": "bool", **{f"i{n}": f"int{n}" for n in (8, 16, 32, 64)},
+    **{f"ui{n}": f"uint{n}" for n in (8, 16, 32, 64)},
+}  # fmt: skip
+
+
+def regroup_array(array, index: Index, groups: Sequence[Dim], shape: Sequence[int]):
+    """Returns `array`, whose dims are `index`, with dims `groups`.
+
+    An axis that the array lacks is broadcast if its group has others that the
+    array has, and left out (size 1) if it has none.
+
+    Args:
+      array: reshaped to one dimension per atom first.
+      index: the atoms of each of its dimensions.
+      groups: the wanted dimensions.
+      shape: sizes of the result; 1 where a group is left out.
+    """
+    own = [atom for dim in index for atom in dim]
+    array = array.reshape([atom.size for atom in own])
+    order, full, present = [], [], []
+    for group in groups:
+        kept = any(atom in own for atom in group)
+        for atom in group if kept else ():
+            full.append(atom.size)
+            present.append(atom in own)
+            if atom in own:
+                order.append(own.index(atom))
+    array = array.transpose(order)
+    if not all(present):
+        sizes = iter(array.shape)
+        array = array.reshape([next(sizes) if here else 1 for here in present])
+        array = jnp.broadcast_to(array, full)
+    return array.reshape(shape)
+
+
+# Constants up to this size become part of an implementation; larger ones are
+# handed over as operands.
+_MAX_EMBEDDED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A side input: an operand, a constant, or (neither) positions."""
+
+    place: int | None  # in CanonicalSite.values
+    table: np.ndarray | None
+    index: Index
+    dtype: str
+
+
+class CanonicalSite:
+    """A match in canonical form.
+
+    Attributes:
+      match: the proven site.
+      spec: its semantics for implementations.
+      values: the program's values that the site reads, in order.
+    """
+
+    def __init__(self, match: AttentionMatch):
+        self.match = match
+        for node in match.scores.walk():
+            if node.kind == "op" and node.name not in _EVALUABLE:
+                raise NoMatchError(f"the scores go through stablehlo.{node.name}")
+        axes = match.axes
+        self.side_groups = (
+            axes.batch, axes.kv_heads, axes.group, axes.rows, axes.keys,
+        )  # fmt: skip
+        self.values = [match.q.value, match.k.value, match.v.value]
+        self._leaves: dict[int, int] = {}  # id of node -> number of the side
+        self._sides: list[_Side] = []
+        self._collect_sides()
+        self.spec = self._make_spec()
+
+    def _relevant_nodes(self) -> list[Expr]:
+        """Returns the nodes that implementations evaluate."""
+        match = self.match
+        roots = [match.scores]
+        if match.pieces.named:
+            # positions alone are told by causal, window and offset
+            roots = [expr for _, expr in match.pieces.biases] + match.data_masks
+        nodes = {id(node): node for root in roots for node in root.walk()}
+        return sorted(nodes.values(), key=lambda node: node.serial)
+
+    def _collect_sides(self) -> None:
+        axes, places = self.match.axes, {}
+        for node in self._relevant_nodes():
+            if node is self.match.score or node.kind in ("const", "op"):
+                continue
+            place, table = None, None
+            if node.kind == "iota":
+                if node.index in ((axes.rows,), (axes.keys,)):
+                    continue
+            else:
+                table = table_of(node.value)
+                if table is None or table.nbytes > _MAX_EMBEDDED_BYTES:
+                    table, place = None, places.get(node.value)
+                    if place is None:
+                        place = places[node.value] = len(self.values)
+                        self.values.append(node.value)
+            self._leaves[id(node)] = len(self._sides)
+            self._sides.append(_Side(place, table, node.index, node.dtype))
+
+    def _side_shape(self, index: Index) -> tuple[int, ...]:
+        atoms = {atom for dim in index for atom in dim}
+        return tuple(
+            dim_size(group) if atoms & set(group) else 1 for group in self.side_groups
+        )
+
+    def _make_spec(self) -> AttentionSpec:
+        match, axes, pieces = self.match, self.match.axes, self.match.pieces
+        factor = match.q.scale * match.k.scale
+        causal, window, offset = _named_band(match)
+        sides = tuple(
+            SideSpec(self._side_shape(side.index), DTYPE_NAMES[side.dtype])
+            for side in self._sides
+        )
+        spec = AttentionSpec(
+            batch=dim_size(axes.batch),
+            q_len=dim_size(axes.rows),
+            k_len=dim_size(axes.keys),
+            kv_heads=dim_size(axes.kv_heads),
+            group=dim_size(axes.group),
+            head_dim=dim_size(axes.depth),
+            value_dim=dim_size(axes.value),
+            q_dtype=DTYPE_NAMES[dtype_of(match.q.value)],
+            k_dtype=DTYPE_NAMES[dtype_of(match.k.value)],
+            v_dtype=DTYPE_NAMES[dtype_of(match.v.value)],
+            score_dtype=DTYPE_NAMES[match.score.dtype],
+            softmax_dtype=DTYPE_NAMES[match.softmax_dtype],
+            probs_dtype=DTYPE_NAMES[match.probs_dtype],
+            out_dtype=DTYPE_NAMES[dtype_of(match.out)],
+            precision=(_precision(match.score_product), _precision(match.value_product)),
+            scale=pieces.scale * factor,
+            softcap=pieces.softcap,
+            causal=causal,
+            window=window,
+            offset=offset,
+            has_bias=bool(pieces.biases),
+            has_mask=bool(match.data_masks),
+            mask_fill=pieces.fill,
+            named=pieces.named,
+            rows_never_empty=match.rows_never_empty,
+            sides=sides,
+            score_mod=self._score_mod(factor),
+            bias_fn=self._bias_fn if pieces.named else None,
+            mask_fn=self._mask_fn if pieces.named else None,
+        )
+        if not pieces.named:
+            return spec
+        return dataclasses.replace(spec, score_mod=self._named_score_mod(spec))
+
+    def _evaluate(self, expr: Expr, sides, q_pos, k_pos, dtype, scores=None):
+        inputs = {node: sides[place] for node, place in self._leaves.items()}
+        if scores is not None:
+            inputs[id(self.match.score)] = scores
+
+        def positions(node: Expr):
+            if node.index == (self.match.axes.rows,):
+                return q_pos[:, None]
+            return k_pos
+
+        return evaluate(expr, inputs, positions, dtype)
+
+    def _score_mod(self, factor: float) -> Callable:
+        def score_mod(scores, sides, q_pos, k_pos):
+            scaled = scores if factor == 1.0 else scores * factor
+            return self._evaluate(
+                self.match.scores, sides, q_pos, k_pos, scores.dtype, scaled
+            )
+
+        return score_mod
+
+    def _named_score_mod(self, spec: AttentionSpec) -> Callable:
+        """Returns the function of the scores that the named pieces describe."""
+        low, high = visible_band(spec)
+
+        def score_mod(scores, sides, q_pos, k_pos):
+            result = scores * spec.scale
+            if spec.softcap is not None:
+                result = spec.softcap * jnp.tanh(result / spec.softcap)
+            bias = self._bias_fn(sides, q_pos, k_pos)
+            if bias is not None:
+                result = result + bias.astype(scores.dtype)
+            visible = self._mask_fn(sides, q_pos, k_pos)
+            distance = k_pos[None, :] - q_pos[:, None]
+            for bound, holds in ((low, jnp.greater_equal), (high, jnp.less_equal)):
+                if bound is not None:
+                    inside = holds(distance, bound)
+                    visible = inside if visible is None else visible & inside
+            if visible is not None:
+                result = jnp.where(visible, result, spec.mask_fill)
+            return result
+
+        return score_mod
+
+    def _bias_fn(self, sides, q_pos, k_pos):
+        dtype = jnp.float64 if self.match.score.dtype == "f64" else jnp.float32
+        total = None
+        for factor, expr in self.match.pieces.biases:
+            term = factor * self._evaluate(expr, sides, q_pos, k_pos, dtype)
+            total = term if total is None else total + term
+        return total if total is None else _rank5(total)
+
+    def _mask_fn(self, sides, q_pos, k_pos):
+        total = None
+        for expr in self.match.data_masks:
+            term = self._evaluate(expr, sides, q_pos, k_pos, jnp.float32)
+            total = term if total is None else total & term
+        return total if total is None else _rank5(total)
+
+    def adapt(self, implementation: Callable) -> Callable:
+        """Returns a function of the program's own arrays.
+
+        Args:
+          implementation: canonical (q, k, v, *sides) -> out [B,T,H,Dv].
+        """
+        match, axes, spec = self.match, self.match.axes, self.spec
+        heads = (axes.kv_heads, axes.group)
+
+        def site(*values):
+            q, k, v = values[:3]
+            b, t, s = spec.batch, spec.q_len, spec.k_len
+            q = _full(q, match.q.index, (axes.batch, axes.rows, *heads, axes.depth))
+            q = q.reshape(b, t, spec.kv_heads * spec.group, spec.head_dim)
+            k = _full(k, match.k.index, (axes.batch, axes.keys, heads[0], axes.depth))
+            k = k.reshape(b, s, spec.kv_heads, spec.head_dim)
+            v = _full(v, match.v.index, (axes.batch, axes.keys, heads[0], axes.value))
+            v = v.reshape(b, s, spec.kv_heads, spec.value_dim)
+            sides = [self._side_array(side, values) for side in self._sides]
+            out = implementation(q, k, v, *sides)
+            index = (axes.batch, axes.rows, *heads, axes.value)
+            shape = shape_of(match.out)
+            return regroup_array(out, index, match.out_index, shape)
+
+        return site
+
+    def _side_array(self, side: _Side, values):
+        if side.place is not None:
+            array = values[side.place]
+        elif side.table is not None:
+            array = jnp.asarray(side.table)
+        else:
+            array = jnp.arange(dim_size(side.index[0]), dtype=NUMPY_TYPES[side.dtype])
+        shape = self._side_shape(side.index)
+        return regroup_array(array, side.index, self.side_groups, shape)
+
+    def signature(self) -> str:
+        """Returns a text that is equal for sites that one function can serve."""
+        names: dict[Atom, str] = {}
+        for role, dim in vars(self.match.axes).items():
+            for number, atom in enumerate(dim):
+                names[atom] = f"{role}{number}:{atom.size}"
+
+        def show(index: Index) -> str:
+            return "|".join(",".join(names[a] for a in dim) for dim in index)
+
+        memo: dict[int, str] = {}
+
+        def text(node: Expr) -> str:
+            if id(node) not in memo:
+                memo[id(node)] = f"%{len(memo)}"
+                args = [text(arg) for arg in node.args]
+                if node is self.match.score:
+                    body = "score"
+                elif node.kind == "const":
+                    body = node.data.tobytes().hex()
+                elif node.kind == "op":
+                    body = f"{node.name}({','.join(args)})"
+                else:
+                    body = f"{node.kind}[{show(node.index)}]{self._name_of(node)}"
+                lines.append(f"{memo[id(node)]}={body}:{node.dtype}")
+            return memo[id(node)]
+
+        lines: list[str] = []
+        text(self.match.scores)
+        for operand in (self.match.q, self.match.k, self.match.v):
+            lines.append(f"{show(operand.index)} * {operand.scale!r}")
+        lines.append(show(self.match.out_index))
+        lines.extend(str(value.type) for value in self.values)
+        lines.extend(
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self.spec)
+            if not callable(value := getattr(self.spec, field.name))
+        )
+        return "\n".join(lines)
+
+
+    def _name_of(self, node: Expr) -> str:
+        """Tells leaves apart: by operand number, or by their elements."""
+        if node.kind == "iota":
+            return ""
+        number = self._leaves.get(id(node))
+        if number is not None and self._sides[number].place is not None:
+            return f"#{self._sides[number].place}"
+        table = table_of(node.value)
+        if table is None:
+            return f"#{node.serial}"
+        return hashlib.sha256(table.tobytes()).hexdigest()
+
+
+_EVALUABLE = {*OPERATIONS, "convert", "divide", "remainder"}
+
+
+def _full(array, index: Index, groups: Sequence[Dim]):
+    """Regroups an operand, broadcasting over every axis that it lacks."""
+    own = {atom for dim in index for atom in dim}
+    shape = [
+        dim_size(group) if any(a in own for a in group) else 1 for group in groups
+    ]
+    array = regroup_array(array, index, groups, shape)
+    return jnp.broadcast_to(array, [dim_size(group) for group in groups])
+
+
+def _rank5(array):
+    return array.reshape((1,) * (5 - array.ndim) + array.shape)
+
+
+def _precision(dot) -> str:
+    if "precision_config" not in dot.attributes:
+        return "DEFAULT"
+    names = {str(part).split()[-1].rstrip(">") for part in dot.attributes["precision_config"]}
+    for name in ("HIGHEST", "HIGH"):
+        if name in names:
+            return name
+    return "DEFAULT"
+
+
+def _named_band(match: AttentionMatch):
+    """Returns (causal, window, offset) for the band of visible keys."""
+    band = match.band
+    if not match.pieces.named or band is None or band.lower is band.upper is None:
+        return False, None, 0
+    if band.upper is None:
+        return False, (-band.lower, None), 0
+    if band.lower is None:
+        return True, None, band.upper
+    if band.upper == 0 or band.lower > 0 or band.upper < 0:
+        return True, (band.upper - band.lower, 0), band.upper
+    return False, (-band.lower, band.upper), 0
+
+
+def visible_band(spec: AttentionSpec) -> tuple[int | None, int | None]:
+    """Returns (low, high): key j is visible to query i iff low <= j - i <= high."""
+    left, right = spec.window or (None, None)
+    if spec.causal:
+        right = 0 if right is None else min(right, 0)
+    low = None if left is None else spec.offset - left
+    high = None if right is None else spec.offset + right
+    return low, high
+
+
+def score_bytes(match: AttentionMatch) -> int:
+    """Returns the size of the score matrix in its own type."""
+    axes = match.axes
+    count = math.prod(
+        dim_size(d)
+        for d in (axes.batch, axes.kv_heads, axes.group, axes.rows, axes.keys)
+    )
+    return count * NUMPY_TYPES[match.score.dtype](0).nbytes

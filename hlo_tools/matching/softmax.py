@@ -1,0 +1,191 @@
+"""Recognizes a softmax over given axes, however it is spelled.
+
+Covered: exp(x - m) / sum(exp(x - m)) with any m that is constant along the
+axes (the maximum, a stopped gradient of it, zero), multiplication by the
+reciprocal of the sum, exp(log_softmax(x)), exp(x - logsumexp(x)), and a
+division that comes only after the value product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hlo_tools.matching.expressions import Expr, is_float
+from hlo_tools.matching.index_space import Dim, IncompatibleReshapeError, regroup
+from hlo_tools.matching.outcome import NoMatchError
+from hlo_tools.matching.reader import Reader, shape_of
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A recognized softmax.
+
+    Attributes:
+      scores: its argument; shifts that are constant along the axes are dropped.
+      exponential: the exp node, for the deferred division.
+      normalized: False if the division by the sum is still to come.
+    """
+
+    scores: Expr
+    exponential: Expr
+    normalized: bool
+
+
+def strip_converts(expr: Expr) -> Expr:
+    """Returns `expr` without conversions between floating point types."""
+    while (
+        expr.kind == "op"
+        and expr.name == "convert"
+        and is_float(expr.dtype)
+        and is_float(expr.args[0].dtype)
+    ):
+        expr = expr.args[0]
+    return expr
+
+
+def look(reader: Reader, expr: Expr) -> Expr:
+    """Returns what a leaf really is, one operation deep, without conversions."""
+    expr = strip_converts(expr)
+    while expr.kind == "leaf":
+        deeper = reader.expand(expr.value, expr.index)
+        if deeper is None or deeper is expr:
+            return expr
+        expr = strip_converts(deeper)
+    return expr
+
+
+def body_along(reader: Reader, reduce: Expr, axes: Dim) -> Expr | None:
+    """Returns what a reduction sums, its reduced dimensions read at `axes`."""
+    _, _, operand, inner, dims = reduce.data
+    sizes = [shape_of(operand)[dim] for dim in dims]
+    try:
+        parts = regroup((axes,), sizes)
+    except IncompatibleReshapeError:
+        return None
+    index = list(inner)
+    for dim, part in zip(dims, parts, strict=True):
+        index[dim] = part
+    return strip_converts(reader.read(operand, tuple(index)))
+
+
+def _is_op(expr: Expr, name: str) -> bool:
+    return expr.kind == "op" and expr.name == name
+
+
+def _absorb(reader: Reader, expr: Expr, axes: Dim, depth: int = 6) -> None:
+    """Looks into a shift, so that the maximum it comes from joins the site."""
+    expr = look(reader, expr)
+    if expr.kind == "reduce":
+        body_along(reader, expr, axes)
+    elif expr.kind == "op" and depth:
+        for arg in expr.args:
+            _absorb(reader, arg, axes, depth - 1)
+
+
+def _without_shift(reader: Reader, expr: Expr, axes: Dim) -> Expr:
+    """Drops addends of an exponent that are constant along the axes."""
+    while True:
+        expr = strip_converts(expr)
+        if _is_op(expr, "subtract") and not expr.args[1].atoms & set(axes):
+            expr, shift = expr.args
+        elif _is_op(expr, "add") and not expr.args[1].atoms & set(axes):
+            expr, shift = expr.args
+        elif _is_op(expr, "add") and not expr.args[0].atoms & set(axes):
+            shift, expr = expr.args
+        else:
+            return expr
+        _absorb(reader, shift, axes)
+
+
+def _split_division(reader: Reader, expr: Expr) -> tuple[Expr, Expr | None]:
+    """Returns (numerator, denominator or None)."""
+    if _is_op(expr, "divide"):
+        return expr.args[0], expr.args[1]
+    if _is_op(expr, "multiply"):
+        for one, other in (expr.args, expr.args[::-1]):
+            reciprocal = look(reader, other)
+            if _is_op(reciprocal, "divide") and reciprocal.args[0].is_const(1):
+                return one, reciprocal.args[1]
+    return expr, None
+
+
+def is_sum_of(reader: Reader, expr: Expr, term: Expr, axes: Dim) -> bool:
+    """Returns whether `expr` is the sum of `term` over exactly `axes`."""
+    total = look(reader, expr)
+    if total.kind != "reduce" or total.name != "add":
+        return False
+    return body_along(reader, total, axes) is term
+
+
+def _is_logsumexp(reader: Reader, expr: Expr, exponent: Expr, axes: Dim) -> bool:
+    """Returns whether `expr` is log(sum(exp(exponent))), shifted or not."""
+    expr = look(reader, expr)
+    pairs = [(expr, None)]
+    if _is_op(expr, "add"):
+        pairs = [(expr.args[0], expr.args[1]), (expr.args[1], expr.args[0])]
+    for log, shift in pairs:
+        log = look(reader, log)
+        if not _is_op(log, "log"):
+            continue
+        total = look(reader, log.args[0])
+        if total.kind != "reduce" or total.name != "add":
+            continue
+        body = body_along(reader, total, axes)
+        if body is None or not _is_op(body, "exponential"):
+            continue
+        inner = strip_converts(body.args[0])
+        if shift is None and inner is exponent:
+            return True
+        if (
+            shift is not None
+            and _is_op(inner, "subtract")
+            and strip_converts(inner.args[0]) is exponent
+            and strip_converts(inner.args[1]) is strip_converts(shift)
+        ):
+            return True
+    return False
+
+
+def match_softmax(reader: Reader, probabilities: Expr, axes: Dim) -> Softmax:
+    """Recognizes `probabilities` as a softmax over `axes`.
+
+    Raises:
+      NoMatchError: it is none; near if it is an exponential all the same.
+    """
+    numerator, denominator = _split_division(reader, strip_converts(probabilities))
+    exponential = strip_converts(numerator)
+    if not _is_op(exponential, "exponential"):
+        raise NoMatchError("the left factor of the value product is no exponential")
+    exponent = strip_converts(exponential.args[0])
+    scores = _without_shift(reader, exponent, axes)
+    if denominator is None:
+        if _is_op(exponent, "subtract"):
+            minuend = strip_converts(exponent.args[0])
+            if _is_logsumexp(reader, exponent.args[1], minuend, axes):
+                scores = _without_shift(reader, minuend, axes)
+                return Softmax(scores, exponential, True)
+        return Softmax(scores, exponential, False)
+    if not is_sum_of(reader, denominator, exponential, axes):
+        _explain_denominator(reader, denominator, exponential)
+    return Softmax(scores, exponential, True)
+
+
+def _explain_denominator(reader: Reader, denominator: Expr, exponential: Expr):
+    total = look(reader, denominator)
+    if total.kind == "reduce" and total.name == "add":
+        raise NoMatchError(
+            "the softmax runs over other dimensions than the value product contracts",
+            near=True,
+            value=total.data[0],
+            got=f"a sum over dimensions {list(total.data[4])}",
+            expected="a sum over the key dimension, which the value product contracts",
+            edit="take the softmax over the key axis",
+        )
+    raise NoMatchError(
+        "the exponentials are not divided by their own sum",
+        near=True,
+        value=denominator.data[0] if denominator.kind in ("leaf", "reduce") else None,
+        got=repr(total)[:80],
+        expected="the sum of the same exponentials over the key dimension",
+        edit="divide by the plain sum of the exponentials (no epsilon, no clamp)",
+    )

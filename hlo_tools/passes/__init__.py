@@ -1,0 +1,28 @@
+"""The table of passes.  Add a pass: one file here, one row, one test row."""
+
+from __future__ import annotations
+
+# name -> "module:class"
+PASSES: dict[str, str] = {
+    "inline-calls": "hlo_tools.passes.native_cleanup:InlineCalls",
+    "cse": "hlo_tools.passes.native_cleanup:Cse",
+    "dce": "hlo_tools.passes.native_cleanup:Dce",
+    "fold-transposes": "hlo_tools.passes.fold_transposes:FoldTransposes",
+    "collapse-shapes": "hlo_tools.passes.collapse_shapes:CollapseShapes",
+    "canonicalize-masks": "hlo_tools.passes.canonicalize_masks:CanonicalizeMasks",
+    "fold-scales": "hlo_tools.passes.fold_scales:FoldScales",
+    "fold-converts": "hlo_tools.passes.fold_converts:FoldConverts",
+    "outline-attention": "hlo_tools.passes.outline_attention:OutlineAttention",
+    "bind-kernels": "hlo_tools.passes.bind_kernels:BindKernels",
+    "inline-composites": "hlo_tools.passes.inline_composites:InlineComposites",
+}
+
+# name -> spec
+ALIASES: dict[str, str] = {
+    "normalize": (
+        "inline-calls,cse,collapse-shapes,fold-transposes,canonicalize-masks,"
+        "fold-converts,cse,dce"
+    ),
+    "clean": "cse,dce",
+    "default": "normalize,outline-attention,bind-kernels,inline-composites,clean",
+}

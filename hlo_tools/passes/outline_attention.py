@@ -1,0 +1,203 @@
+"""outline-attention: puts a composite in the place of each proven attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jax.extend.mlir import ir
+
+from hlo_tools.matching.attention import (
+    AttentionMatch,
+    match_attention,
+    value_products,
+)
+from hlo_tools.matching.canonical import CanonicalSite
+from hlo_tools.matching.outcome import NoMatchError
+from hlo_tools.matching.outline import Region, erase_dead
+from hlo_tools.matching.reader import defining_op, shape_of
+from hlo_tools.module import StableHloModule, source_location
+from hlo_tools.pipeline import PassContext
+from hlo_tools.report import NearMiss, SiteReport
+
+COMPOSITE = "hlo_tools.attention"
+
+
+@dataclass
+class _Outlined:
+    """A site that has been replaced by a composite."""
+
+    match: AttentionMatch
+    region: Region
+    composite: ir.OpView
+    report: SiteReport
+    dependent: set
+
+
+@dataclass(frozen=True)
+class OutlineAttention:
+    """Finds softmax(f(q.k)) v and moves it into a composite's decomposition.
+
+    Options:
+      max-rank: largest rank of the scores that is considered.
+      min-keys: sites with fewer keys are left alone.
+    """
+
+    name: ClassVar[str] = "outline-attention"
+    exactness: ClassVar[str] = "bitwise"
+    summary: ClassVar[str] = "outline softmax(q.k) v as hlo_tools.attention composites"
+
+    max_rank: int = 8
+    min_keys: int = 1
+
+    def run(self, module: StableHloModule, context: PassContext) -> bool:
+        outlined: list[_Outlined] = []
+        misses, seen, done = [], set(), set()
+        # dead operations stay until the end, so that no handle below goes stale
+        for exponential in module.walk("stablehlo.exponential"):
+            for dot, side in value_products(exponential):
+                key = (dot.operation.results[0], side)
+                if key in seen:
+                    continue
+                seen.add(key)
+                try:
+                    match = match_attention(dot, side, exponential)
+                    site = CanonicalSite(match)
+                    self._within_limits(match, site)
+                except NoMatchError as error:
+                    if error.near:
+                        misses.append((exponential.results[0], dot, error))
+                    continue
+                outlined.append(outline_site(module, site, context))
+                done.add(exponential.results[0])
+        for exponential, dot, error in misses:
+            if exponential not in done:
+                context.report.sites.append(near_miss_report(context, dot, error))
+        _report_escapes(outlined)
+        return bool(outlined)
+
+    def _within_limits(self, match: AttentionMatch, site: CanonicalSite) -> None:
+        rank = len(shape_of(match.score.value))
+        if rank > self.max_rank:
+            raise NoMatchError(f"scores of rank {rank} exceed max-rank={self.max_rank}")
+        if site.spec.k_len < self.min_keys:
+            raise NoMatchError(f"{site.spec.k_len} keys are below min-keys")
+
+
+def near_miss_report(
+    context: PassContext, dot, error: NoMatchError
+) -> SiteReport:
+    """Returns the report of a candidate that is nearly an attention."""
+    number = sum(site.pattern == "attention" for site in context.report.sites)
+    op = dot.operation
+    where = op
+    if error.value is not None and defining_op(error.value) is not None:
+        where = defining_op(error.value).operation
+    location = source_location(where)
+    return SiteReport(
+        id=f"attention.{number}",
+        pattern="attention",
+        location=_text(source_location(op)),
+        status="near-miss",
+        reason=error.reason,
+        near_miss=NearMiss(
+            where.name, _text(location), error.got, error.expected, error.edit
+        ),
+    )
+
+
+def _text(location) -> str | None:
+    return None if location is None else str(location)
+
+
+def attributes_of(site: CanonicalSite) -> dict[str, object]:
+    """Returns the semantics of a site as plain values, for people and attributes."""
+    spec = site.spec
+    left, right = spec.window or (None, None)
+    found: dict[str, object] = {
+        "batch": spec.batch,
+        "q_len": spec.q_len,
+        "k_len": spec.k_len,
+        "heads": spec.kv_heads * spec.group,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "value_dim": spec.value_dim,
+        "dtype": spec.q_dtype,
+        "named": spec.named,
+        "scale": float(spec.scale),
+        "causal": spec.causal,
+        "offset": spec.offset,
+        "has_bias": spec.has_bias,
+        "has_mask": spec.has_mask,
+    }
+    if left is not None:
+        found["window_left"] = left
+    if right is not None:
+        found["window_right"] = right
+    if spec.softcap is not None:
+        found["softcap"] = float(spec.softcap)
+    if spec.mask_fill is not None:
+        found["mask_fill"] = float(spec.mask_fill)
+    if not spec.named:
+        found["score_function"] = site.match.pieces.why
+    return found
+
+
+def _mlir(value: object) -> ir.Attribute:
+    if isinstance(value, bool):
+        return ir.BoolAttr.get(value)
+    if isinstance(value, int):
+        return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
+    if isinstance(value, float):
+        return ir.FloatAttr.get(ir.F64Type.get(), value)
+    return ir.StringAttr.get(str(value))
+
+
+def outline_site(
+    module: StableHloModule, site: CanonicalSite, context: PassContext
+) -> _Outlined:
+    """Replaces one match by a composite and reports it."""
+    match = site.match
+    number = sum(one.pattern == "attention" for one in context.report.sites)
+    region = Region(match.out, site.values, match.members)
+    function_name = _fresh_name(module, f"{COMPOSITE}.{number}")
+    region.build_function(function_name, module.module.body)
+    attributes = attributes_of(site)
+    encoded = {key: _mlir(value) for key, value in attributes.items()}
+    encoded["site"] = ir.StringAttr.get(f"attention.{number}")
+    dependent = region.depending_on(match.score.value) - {match.out}
+    composite = region.replace_by_composite(COMPOSITE, function_name, encoded)
+    report = SiteReport(
+        id=f"attention.{number}",
+        pattern="attention",
+        location=_text(source_location(match.value_product.operation)),
+        status="outlined",
+        attributes=attributes,
+        reason="outlined; no pass has bound it yet",
+    )
+    context.report.sites.append(report)
+    return _Outlined(match, region, composite, report, dependent)
+
+
+def _fresh_name(module: StableHloModule, name: str) -> str:
+    taken = module.functions()
+    number = 0
+    while f"{name}.{number}" in taken or (not number and name in taken):
+        number += 1
+    return f"{name}.{number}" if number else name
+
+
+def _report_escapes(outlined: list[_Outlined]) -> None:
+    """Erases what became dead and notes intermediates that are used elsewhere."""
+    alive = erase_dead([one.region for one in outlined])
+    for one, living in zip(outlined, alive, strict=True):
+        users = one.region.users_outside(living & one.dependent)
+        if not users:
+            continue
+        where = sorted({_text(source_location(op)) or op.name for op in users})
+        one.report.attributes["escapes"] = where
+        escapes = ir.ArrayAttr.get([ir.StringAttr.get(text) for text in where])
+        old = one.composite.attributes["composite_attributes"]
+        named = {name.name: name.attr for name in ir.DictAttr(old)}
+        named["escapes"] = escapes
+        one.composite.attributes["composite_attributes"] = ir.DictAttr.get(named)

@@ -1,0 +1,201 @@
+"""Passes in a row: a textual spec that parses and prints back, and a timed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from jax.extend.mlir import ir
+
+from hlo_tools.errors import PassSpecError, UnknownNameError
+from hlo_tools.module import StableHloModule
+from hlo_tools.passes import ALIASES, PASSES
+from hlo_tools.report import PassReport, RewriteReport
+from hlo_tools.targets import Target
+
+EXACTNESS = ("bitwise", "reassociating", "approximate")
+
+
+@dataclass
+class PassContext:
+    """What a pass may ask while it runs.
+
+    Attributes:
+      target: the device that the module is for.
+      report: filled in by the passes.
+      exactness: the loosest kind of rewrite that the user allows.
+      verify: whether bound sites are checked numerically.
+    """
+
+    target: Target
+    report: RewriteReport
+    exactness: str = "reassociating"
+    verify: bool = False
+
+    def allows(self, exactness: str) -> bool:
+        """Returns whether rewrites of this exactness may be made."""
+        return EXACTNESS.index(exactness) <= EXACTNESS.index(self.exactness)
+
+
+@runtime_checkable
+class Pass(Protocol):
+    """A frozen dataclass; its fields are the options that a spec can set."""
+
+    name: ClassVar[str]
+    exactness: ClassVar[str]
+    summary: ClassVar[str]
+
+    def run(self, module: StableHloModule, context: PassContext) -> bool:
+        """Changes `module` in place; returns whether it did."""
+        ...
+
+
+def load_pass(name: str) -> type:
+    """Returns the class of the pass called `name`.
+
+    Raises:
+      UnknownNameError: there is none; the message lists the closest names.
+    """
+    if name not in PASSES:
+        raise UnknownNameError("pass", name, [*PASSES, *ALIASES])
+    module, _, attribute = PASSES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _option_name(field_name: str) -> str:
+    return field_name.replace("_", "-")
+
+
+def _parse_value(text: str, default: Any, where: str) -> Any:
+    if isinstance(default, bool):
+        if text not in ("true", "false"):
+            raise PassSpecError(f"{where}: got {text!r}, expected true or false")
+        return text == "true"
+    try:
+        return type(default)(text)
+    except ValueError:
+        kind = type(default).__name__
+        raise PassSpecError(f"{where}: got {text!r}, expected {kind}") from None
+
+
+def _print_value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def make_pass(name: str, options: dict[str, str]) -> Pass:
+    """Returns a pass with options given as text.
+
+    Raises:
+      UnknownNameError: no such pass or option.
+      PassSpecError: an option's value does not parse.
+    """
+    cls = load_pass(name)
+    fields = {_option_name(f.name): f for f in dataclasses.fields(cls)}
+    values = {}
+    for option, text in options.items():
+        if option not in fields:
+            raise UnknownNameError(f"option of {name}", option, list(fields))
+        found = fields[option]
+        values[found.name] = _parse_value(text, found.default, f"{name}{{{option}}}")
+    return cls(**values)
+
+
+_ITEM = re.compile(r"\s*(?P<name>[A-Za-z0-9_-]+)\s*(?:\{(?P<options>[^{}]*)\})?\s*")
+
+
+def _items(spec: str) -> Iterator[tuple[str, dict[str, str]]]:
+    position = 0
+    while position < len(spec):
+        found = _ITEM.match(spec, position)
+        if found is None or found.end() == position:
+            raise PassSpecError(
+                f"can not read the pass spec at column {position + 1}: "
+                f"{spec[position : position + 20]!r}; write e.g. "
+                "normalize,outline-attention{max-rank=5}"
+            )
+        options = {}
+        for pair in (found["options"] or "").replace(",", " ").split():
+            option, equals, value = pair.partition("=")
+            options[option] = value if equals else "true"
+        yield found["name"], options
+        position = found.end()
+        if position < len(spec):
+            if spec[position] != ",":
+                raise PassSpecError(
+                    f"expected a comma at column {position + 1} of the pass spec, "
+                    f"got {spec[position]!r}"
+                )
+            position += 1
+
+
+@dataclass(frozen=True)
+class PassPipeline:
+    """Passes that run one after the other.
+
+    Attributes:
+      passes: the passes, aliases expanded.
+      spec: the text it was parsed from, or "".
+    """
+
+    passes: tuple[Pass, ...]
+    spec: str = field(default="", compare=False)
+
+    @classmethod
+    def parse(cls, spec: str) -> PassPipeline:
+        """Parses "name{option=value ...},name,..."; aliases stand for several.
+
+        Raises:
+          PassSpecError: the text is malformed.
+          UnknownNameError: no such pass or option.
+        """
+        passes: list[Pass] = []
+        for name, options in _items(spec):
+            if name in ALIASES:
+                if options:
+                    raise PassSpecError(f"{name} stands for several passes: no options")
+                passes.extend(cls.parse(ALIASES[name]).passes)
+            else:
+                passes.append(make_pass(name, options))
+        return cls(tuple(passes), spec)
+
+    def __str__(self) -> str:
+        items = []
+        for one in self.passes:
+            changed = [
+                f"{_option_name(f.name)}={_print_value(getattr(one, f.name))}"
+                for f in dataclasses.fields(one)  # type: ignore[arg-type]
+                if getattr(one, f.name) != f.default
+            ]
+            items.append(one.name + (f"{{{' '.join(changed)}}}" if changed else ""))
+        return ",".join(items)
+
+    def run(self, module: StableHloModule, context: PassContext) -> bool:
+        """Runs the passes on `module`, in place; returns whether any changed it.
+
+        A pass looser than the context's exactness is skipped, with a note in the
+        report.
+        """
+        changed_any = False
+        count = module.op_count()
+        with module.context, ir.Location.unknown(module.context):
+            for one in self.passes:
+                if not context.allows(one.exactness):
+                    context.report.notes.append(
+                        f"{one.name} skipped: it is {one.exactness}, "
+                        f"and only {context.exactness} rewrites are allowed"
+                    )
+                    continue
+                start = time.perf_counter()
+                changed = one.run(module, context)
+                seconds = time.perf_counter() - start
+                before, count = count, module.op_count() if changed else count
+                context.report.passes.append(
+                    PassReport(one.name, seconds, before, count, changed)
+                )
+                changed_any |= changed
+        return changed_any

@@ -1,0 +1,325 @@
+"""How a site's operands are sharded, and a shard_map that keeps it that way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import sdy, stablehlo
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from hlo_tools.composites import AttentionSpec
+from hlo_tools.inlining import inline_composites
+from hlo_tools.matching.canonical import CanonicalSite
+from hlo_tools.matching.index_space import Atom, Dim, Index
+from hlo_tools.module import StableHloModule
+
+_MARK = "hlo_tools.site_operands"
+DimAxes = tuple[str, ...]
+
+
+class UnshardableSiteError(Exception):
+    """A kernel can not be called under this sharding; the text says why."""
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """A shard_map around an implementation.
+
+    Attributes:
+      mesh: axis names and sizes.
+      batch, heads: mesh axes over which those dimensions are split.
+      local_spec: the site's semantics on one device.
+      side_shapes: global shapes of the side inputs.
+    """
+
+    mesh: dict[str, int]
+    batch: DimAxes
+    heads: DimAxes
+    local_spec: AttentionSpec
+    side_shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def description(self) -> str:
+        parts = [("batch", self.batch), ("heads", self.heads)]
+        return ", ".join(f"{name}: {'*'.join(axes)}" for name, axes in parts if axes)
+
+    def wrap(self, implementation: Callable) -> Callable:
+        """Returns the implementation under shard_map, on global arrays."""
+        mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh))
+        batch, heads = self.batch or None, self.heads or None
+        array = P(batch, None, heads, None)
+        sides = tuple(
+            P(
+                batch if shape[0] > 1 else None,
+                heads if shape[1] > 1 else None,
+                None,
+                None,
+                None,
+            )
+            for shape in self.side_shapes
+        )
+        return jax.shard_map(
+            implementation,
+            mesh=mesh,
+            in_specs=(array, array, array, *sides),
+            out_specs=array,
+            check_vma=False,
+        )
+
+
+@dataclass(frozen=True)
+class SiteSharding:
+    """Mesh axes of each dimension of a site's operands and result.
+
+    Attributes:
+      mesh: axis names and sizes.
+      operands: for each operand of the composite, axes by dimension.
+      result: the same for its result.
+      inside: axes that constraints between them mention.
+    """
+
+    mesh: dict[str, int]
+    operands: tuple[tuple[DimAxes, ...], ...]
+    result: tuple[DimAxes, ...]
+    inside: frozenset[str]
+
+    def plan(self, site: CanonicalSite) -> ShardingPlan:
+        """Returns how to call an implementation without moving data.
+
+        Raises:
+          UnshardableSiteError: the sequence or a feature dimension is split, or
+            the operands are not split alike.
+        """
+        match, spec = site.match, site.spec
+        places = [ir.BlockArgument(value).arg_number for value in site.values]
+        indices = [match.q.index, match.k.index, match.v.index]
+        splits: dict[Atom, DimAxes] = {}
+        for index, place in zip(indices, places, strict=False):
+            self._collect(index, self.operands[place], splits)
+        self._collect(match.out_index, self.result, splits)
+        axes = match.axes
+        self._only(splits, axes)
+        batch = self._group_axes(splits, axes.batch, "batch")
+        heads = self._group_axes(splits, axes.kv_heads, "heads")
+        used = {*batch, *heads}
+        if set(batch) & set(heads):
+            raise UnshardableSiteError("batch and heads are split over one mesh axis")
+        if not self.inside <= used:
+            names = ", ".join(sorted(self.inside - used))
+            raise UnshardableSiteError(
+                f"the scores are split over mesh axis {names}: sequence-sharded sites "
+                "are left to XLA"
+            )
+        b, h = (math.prod(self.mesh[a] for a in names) for names in (batch, heads))
+        shapes = tuple(side.shape for side in spec.sides)
+        local = replace(
+            spec,
+            batch=spec.batch // b,
+            kv_heads=spec.kv_heads // h,
+            sides=tuple(
+                replace(side, shape=_local(side.shape, b, h)) for side in spec.sides
+            ),
+        )
+        return ShardingPlan(self.mesh, batch, heads, local, shapes)
+
+    def _collect(
+        self, index: Index, dims: Sequence[DimAxes], splits: dict[Atom, DimAxes]
+    ) -> None:
+        for dim, names in zip(index, dims, strict=True):
+            if not names:
+                continue
+            if not all(name in self.mesh for name in names):
+                raise UnshardableSiteError(f"a dimension is split over part of {names}")
+            parts = math.prod(self.mesh[name] for name in names)
+            if not dim or dim[0].size % parts:
+                raise UnshardableSiteError(
+                    f"a dimension is split into {parts} parts that do not align with "
+                    "its axes"
+                )
+            if splits.setdefault(dim[0], names) != names:
+                raise UnshardableSiteError(
+                    f"one axis is split over {names} in one operand and over "
+                    f"{splits[dim[0]]} in another"
+                )
+
+    def _only(self, splits: dict[Atom, DimAxes], axes) -> None:
+        for role, dim in (
+            ("query sequence", axes.rows),
+            ("key sequence", axes.keys),
+            ("head dimension", axes.depth),
+            ("value dimension", axes.value),
+            ("query head group", axes.group),
+        ):
+            for atom in dim:
+                if atom in splits:
+                    raise UnshardableSiteError(
+                        f"the {role} is split over mesh axis "
+                        f"{'*'.join(splits[atom])}: such sites are left to XLA"
+                    )
+
+    def _group_axes(
+        self, splits: dict[Atom, DimAxes], group: Dim, name: str
+    ) -> DimAxes:
+        if any(atom in splits for atom in group[1:]):
+            raise UnshardableSiteError(f"the {name} are split along a minor axis")
+        return splits.get(group[0], ()) if group else ()
+
+
+def _local(shape: tuple[int, ...], b: int, h: int) -> tuple[int, ...]:
+    batch, heads, *rest = shape
+    return (batch // b if batch > 1 else 1, heads // h if heads > 1 else 1, *rest)
+
+
+def meshes(module: StableHloModule) -> dict[str, dict[str, int]]:
+    """Returns the module's meshes: name -> axis name -> size."""
+    found = {}
+    for op in module.module.body.operations:
+        if op.operation.name == "sdy.mesh":
+            mesh = sdy.MeshAttr(op.attributes["mesh"])
+            axes = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
+            name = ir.StringAttr(op.attributes["sym_name"]).value
+            found[name] = {axis.name: axis.size for axis in axes}
+    return found
+
+
+def _partitions(module: StableHloModule) -> int:
+    attributes = module.module.operation.attributes
+    if "mhlo.num_partitions" not in attributes:
+        return 1
+    return ir.IntegerAttr(attributes["mhlo.num_partitions"]).value
+
+
+def _is_fully_manual(op: ir.Operation, mesh: dict[str, int]) -> bool:
+    """Returns whether `op` already runs on one device's part of everything."""
+    names: set[str] = set()
+    parent = op.parent
+    while parent is not None:
+        if parent.operation.name == "sdy.manual_computation":
+            axes = sdy.ManualAxesAttr(parent.operation.attributes["manual_axes"])
+            names |= {axes[number] for number in range(len(axes))}
+        parent = parent.operation.parent
+    return all(size == 1 or name in names for name, size in mesh.items())
+
+
+def site_shardings(
+    module: StableHloModule, composites: Sequence[ir.Operation]
+) -> list[SiteSharding | UnshardableSiteError | None]:
+    """Returns how each site is sharded; None where it runs on one device.
+
+    Shardings are propagated on a copy with every site inlined, so they are what
+    the original program would get.
+    """
+    found = meshes(module)
+    sharded = {n: m for n, m in found.items() if math.prod(m.values()) > 1}
+    if not sharded:
+        if _partitions(module) == 1:
+            return [None] * len(composites)
+        error = UnshardableSiteError(
+            "the module is partitioned without a Shardy mesh (GSPMD)"
+        )
+        return [error for _ in composites]
+    result: list[SiteSharding | UnshardableSiteError | None] = []
+    propagated = _propagate(module, len(composites))
+    for op, read in zip(composites, propagated, strict=True):
+        mesh_name, operands, outs, inside = read
+        mesh = sharded.get(mesh_name or next(iter(sharded)))
+        if mesh is None or len(sharded) > 1:
+            result.append(UnshardableSiteError("the module has several meshes"))
+        elif _is_fully_manual(op, mesh):
+            result.append(None)
+        elif _inside_manual(op):
+            result.append(
+                UnshardableSiteError("it stands in a partly manual shard_map")
+            )
+        else:
+            result.append(SiteSharding(mesh, operands, outs, inside))
+    return result
+
+
+def _inside_manual(op: ir.Operation) -> bool:
+    parent = op.parent
+    while parent is not None:
+        if parent.operation.name == "sdy.manual_computation":
+            return True
+        parent = parent.operation.parent
+    return False
+
+
+def _propagate(module: StableHloModule, count: int):
+    """Returns (mesh name, operand axes, result axes, inner axes) for each site."""
+    copy = module.clone()
+    functions = copy.functions()
+    inside = []
+    composites = [
+        op
+        for op in copy.walk("stablehlo.composite")
+        if ir.StringAttr(op.attributes["name"]).value.startswith("hlo_tools.")
+    ]
+    assert len(composites) == count
+    for number, op in enumerate(composites):
+        function = functions[ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value]
+        inside.append(_constraint_axes(function))
+        with ir.InsertionPoint(op), op.location:
+            before = stablehlo.OptimizationBarrierOp(list(op.operands))
+        before.attributes[_MARK] = ir.StringAttr.get(f"{number}.in")
+        for place in range(len(op.operands)):
+            op.operands[place] = before.results[place]
+        with ir.InsertionPoint.after(op), op.location:
+            after = stablehlo.OptimizationBarrierOp([op.results[0]])
+        after.attributes[_MARK] = ir.StringAttr.get(f"{number}.out")
+        op.results[0].replace_all_uses_except(after.results[0], after.operation)
+    inline_composites(copy, lambda op: True)
+    passmanager.PassManager.parse(
+        "builtin.module(symbol-dce,sdy-propagation-pipeline)"
+    ).run(copy.module.operation)
+    marked = {
+        ir.StringAttr(op.attributes[_MARK]).value: op
+        for op in copy.walk("stablehlo.optimization_barrier")
+        if _MARK in op.attributes
+    }
+    result = []
+    for number in range(count):
+        mesh, operands = _axes_of(marked[f"{number}.in"])
+        mesh_out, outs = _axes_of(marked[f"{number}.out"])
+        result.append((mesh or mesh_out, operands, outs[0], inside[number]))
+    return result
+
+
+def _axes_of(op: ir.Operation) -> tuple[str | None, tuple]:
+    ranks = [len(ir.RankedTensorType(r.type).shape) for r in op.results]
+    if "sdy.sharding" not in op.attributes:
+        return None, tuple(((),) * rank for rank in ranks)
+    shardings = sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"]).shardings
+    mesh, result = None, []
+    for sharding in map(sdy.TensorShardingAttr, shardings):
+        dims = [sdy.DimensionShardingAttr(dim) for dim in sharding.dimension_shardings]
+        result.append(tuple(_names(dim) for dim in dims))
+        mesh = str(sharding.mesh_or_ref).lstrip("@").strip('"')
+    return mesh, tuple(result)
+
+
+def _names(dim) -> DimAxes:
+    names = []
+    for axis in map(sdy.AxisRefAttr, dim.axes):
+        sub = "" if axis.sub_axis_info is None else f":{axis.sub_axis_info}"
+        names.append(axis.name + sub)
+    return tuple(names)
+
+
+def _constraint_axes(function: ir.OpView) -> frozenset[str]:
+    axes: set[str] = set()
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "sdy.sharding_constraint":
+            sharding = sdy.TensorShardingAttr(op.attributes["sharding"])
+            for dim in sharding.dimension_shardings:
+                axes.update(_names(sdy.DimensionShardingAttr(dim)))
+        return ir.WalkResult.ADVANCE
+
+    function.operation.walk(visit)
+    return frozenset(axes)

@@ -1,0 +1,11 @@
+"""Attention: implementations of the `hlo_tools.attention` composite.
+
+| file | runs on | what it is |
+|---|---|---|
+| online.py | anything | online softmax in plain JAX, any scores |
+| cudnn.py | NVIDIA GPUs | cuDNN's fused attention |
+| tpu.py | TPUs | the flash and splash attention that ship inside JAX |
+| cost.py | - | predicted times, of these and of XLA's own code |
+
+Each of the first three has an `IMPLEMENTATION`, see `hlo_tools.composites`.
+"""

@@ -1,0 +1,340 @@
+"""Attention by online softmax in plain JAX: never more than a tile of scores.
+
+A loop over query blocks holds a loop over key blocks, which carries each row's
+running maximum, sum of exponentials and weighted sum of values (Milakov and
+Gimelshein, arXiv 1805.02867; Rabe and Staats, arXiv 2112.05682). Every tile of scores
+goes through the site's own score function, so any mask, bias or score modification
+is exact.
+
+On a CPU this is faster than the scores in memory, since a tile stays in the cache
+and blocks that a causal mask or window hides are skipped. Elsewhere it saves memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from hlo_tools.composites import (
+    AttentionSpec,
+    Implementation,
+    fix_empty_rows,
+    modified_scores,
+)
+from hlo_tools.targets import Target
+from pallas_kernels.attention import cost
+
+# Measured by benchmarks/online_attention_cpu.py --sweep; see its results file.
+CPU_ROWS = 256  # of a tile: queries times the heads that share a key
+CPU_KEYS = 512
+CPU_BAND_KEYS = 256  # with a causal mask or window: less of a tile is hidden
+CPU_TILE = 1 << 19  # scores, 2 MiB of float32: the second-level caches of two cores
+# Elsewhere a tile goes through main memory, and only its size matters.
+ACCELERATOR_QUERIES = 1024
+ACCELERATOR_KEYS = 1024
+
+
+class Blocks(NamedTuple):
+    """What one tile of scores covers.
+
+    Attributes:
+      batch, kv_heads, queries, keys: block size along B, K, T and S. The first two
+        divide theirs.
+    """
+
+    batch: int
+    kv_heads: int
+    queries: int
+    keys: int
+
+
+def choose_blocks(spec: AttentionSpec, target: Target) -> Blocks:
+    """Returns the tile for a site: analytic, nothing is timed.
+
+    Args:
+      spec: the site.
+      target: CPU tiles fit its caches, others are limited in size only.
+    """
+    if target.platform != "cpu":
+        queries = min(spec.q_len, ACCELERATOR_QUERIES)
+        keys = min(spec.k_len, ACCELERATOR_KEYS)
+        return Blocks(spec.batch, spec.kv_heads, queries, keys)
+    banded = spec.band != (None, None)
+    queries = _even_block(spec.q_len, max(CPU_ROWS // spec.group, 16))
+    rows = queries * spec.group
+    longest = CPU_BAND_KEYS if banded else CPU_KEYS
+    # Few rows, as in decoding: longer key blocks, for as many scores in a tile.
+    keys = _even_block(spec.k_len, longest * max(CPU_ROWS // rows, 1))
+    pairs = max(CPU_TILE // (rows * keys), 1)
+    kv_heads = _largest_divisor(spec.kv_heads, pairs)
+    batch = 1
+    if kv_heads == spec.kv_heads:
+        batch = _largest_divisor(spec.batch, pairs // kv_heads)
+    return Blocks(batch, kv_heads, queries, keys)
+
+
+def _even_block(length: int, limit: int) -> int:
+    """Returns the block that splits `length` into equal parts, up to rounding."""
+    if length <= limit:
+        return length
+    parts = -(-length // limit)
+    if length % limit == 0:
+        return limit
+    return min(-(-length // parts // 16) * 16, limit)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(d for d in range(1, min(number, max(limit, 1)) + 1) if number % d == 0)
+
+
+def online_attention(
+    spec: AttentionSpec,
+    blocks: Blocks,
+    widen: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *sides: jax.Array,
+) -> jax.Array:
+    """Computes attention tile by tile.
+
+    Args:
+      spec: the site.
+      blocks: the tile.
+      widen: compute the products in `spec.compute_dtype`, not in the operands' own
+        dtypes. Exact, and faster where narrow products are not in hardware.
+      q: [B,T,H,D].
+      k: [B,S,K,D].
+      v: [B,S,K,Dv].
+      *sides: [B|1,K|1,G|1,T|1,S|1] each.
+
+    Returns:
+      [B,T,H,Dv] in `spec.out_dtype`.
+    """
+    score_operand, value_operand = _product_dtypes(spec, widen)
+    q = q.reshape(spec.batch, spec.q_len, spec.kv_heads, spec.group, spec.head_dim)
+    k = jnp.transpose(k.astype(score_operand), (0, 2, 1, 3))  # [B,K,S,D]
+    v_rows = jnp.transpose(v.astype(value_operand), (0, 2, 1, 3))  # [B,K,S,Dv]
+    starts = _grid(spec, blocks)
+    # A row all of whose keys are skipped is put right at the end.
+    skip = spec.band != (None, None) and spec.masks_are_negligible
+
+    def query_block(index, out):
+        at = starts(index)
+        b, h, t = at
+        size = (blocks.batch, blocks.queries, blocks.kv_heads, *q.shape[3:])
+        tile = _slice(q, (b, t, h, 0, 0), size).astype(score_operand)
+        tile = jnp.transpose(tile, (0, 2, 3, 1, 4))  # [b,K,G,t,D]
+        result = _one_query_block(
+            spec, blocks, skip, value_operand, tile, k, v_rows, sides, at
+        )
+        result = jnp.transpose(result, (0, 3, 1, 2, 4)).astype(out.dtype)
+        return _update(out, result, (b, t, h, 0, 0))
+
+    out = lax.full_like(q, 0, spec.out_dtype, (*q.shape[:4], spec.value_dim))
+    out = lax.fori_loop(0, starts.count, query_block, out)
+    out = out.reshape(spec.batch, spec.q_len, spec.heads, spec.value_dim)
+    return fix_empty_rows(spec, out, v, *sides) if skip else out
+
+
+def _product_dtypes(spec: AttentionSpec, widen: bool) -> tuple[jnp.dtype, jnp.dtype]:
+    """Returns the operand dtypes of the score and the value product.
+
+    The probabilities are rounded to a narrow dtype only where the site rounds them.
+    """
+    if widen:
+        return spec.compute_dtype, spec.compute_dtype
+    score = jnp.promote_types(spec.q_dtype, spec.k_dtype)
+    return score, jnp.promote_types(spec.probs_dtype, spec.v_dtype)
+
+
+class _grid:
+    """Maps the counter of the outer loop to (batch, head, query) starts."""
+
+    def __init__(self, spec: AttentionSpec, blocks: Blocks):
+        heads = spec.kv_heads // blocks.kv_heads
+        queries = -(-spec.q_len // blocks.queries)
+        self.count = spec.batch // blocks.batch * heads * queries
+        self.heads, self.queries = np.int32(heads), np.int32(queries)
+        self.blocks = blocks
+        self.last = spec.q_len - blocks.queries
+
+    def __call__(self, index):
+        index = lax.convert_element_type(index, jnp.int32)
+        rest, t = lax.div(index, self.queries), lax.rem(index, self.queries)
+        # The last query block may overlap the one before it: rows computed twice
+        # get the same values twice.
+        t = jnp.minimum(t * self.blocks.queries, self.last)
+        b = lax.div(rest, self.heads) * self.blocks.batch
+        return b, lax.rem(rest, self.heads) * self.blocks.kv_heads, t
+
+
+def _one_query_block(
+    spec: AttentionSpec,
+    blocks: Blocks,
+    skip: bool,
+    value_operand: jnp.dtype,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sides: Sequence[jax.Array],
+    at: tuple[jax.Array, jax.Array, jax.Array],
+) -> jax.Array:
+    """Runs over the key blocks of one query block.
+
+    Args:
+      skip: leave out the key blocks that no query of the block sees.
+      value_operand: dtype of the probabilities in the value product.
+      q: [b,K,G,t,D], a tile.
+      k: [B,K,S,D], whole.
+      v: [B,K,S,Dv], whole.
+      sides: whole.
+      at: where the tile starts along B, K and T.
+
+    Returns:
+      [b,K,G,t,Dv] in `spec.compute_dtype`.
+    """
+    b, h, t = at
+    dtype = spec.compute_dtype
+    n, kv_heads, group, queries, depth = q.shape
+    pairs, rows, keys = n * kv_heads, group * queries, blocks.keys
+    q = q.reshape(pairs, rows, depth)
+    q_pos = t + lax.iota(jnp.int32, queries)
+    ragged = spec.k_len % keys != 0
+
+    def key_block(index, carry):
+        top, total, acc = carry
+        first_key = lax.convert_element_type(index, jnp.int32) * keys
+        # The last key block starts early enough to be whole ...
+        s = jnp.minimum(first_key, spec.k_len - keys) if ragged else first_key
+        k_pos = s + lax.iota(jnp.int32, keys)
+        k_tile = _slice(k, (b, h, s, 0), (n, kv_heads, keys, depth))
+        v_tile = _slice(v, (b, h, s, 0), (n, kv_heads, keys, spec.value_dim))
+        scores = lax.dot_general(
+            q,
+            k_tile.reshape(pairs, keys, depth),
+            (((2,), (2,)), ((0,), (0,))),
+            precision=spec.precision[0],
+            preferred_element_type=dtype,
+        ).reshape(n, kv_heads, group, queries, keys)
+        size = (n, kv_heads, group, queries, keys)
+        tiles = tuple(_side_tile(side, (b, h, 0, t, s), size) for side in sides)
+        x = modified_scores(spec, scores, tiles, q_pos, k_pos)
+        if ragged:  # ... and the keys that it shares with the one before count once
+            x = jnp.where(k_pos >= first_key, x, -jnp.inf)
+        x = x.reshape(pairs, rows, keys)
+        new_top = jnp.maximum(top, x.max(-1))
+        # While all scores of a row are -inf, -inf - -inf would make it NaN.
+        safe_top = jnp.where(new_top == -jnp.inf, 0, new_top)
+        probs = jnp.exp(x - safe_top[..., None])
+        decay = jnp.exp(top - safe_top)
+        weighted = lax.dot_general(
+            probs.astype(value_operand),
+            v_tile.reshape(pairs, keys, spec.value_dim),
+            (((2,), (1,)), ((0,), (0,))),
+            precision=spec.precision[1],
+            preferred_element_type=dtype,
+        )  # [pairs,rows,Dv]
+        total = total * decay + probs.sum(-1)
+        return new_top, total, acc * decay[..., None] + weighted
+
+    # full_like keeps what shard_map knows about q
+    carry = (
+        lax.full_like(q, -jnp.inf, dtype, (pairs, rows)),
+        lax.full_like(q, 0, dtype, (pairs, rows)),
+        lax.full_like(q, 0, dtype, (pairs, rows, spec.value_dim)),
+    )
+    first, end = _key_blocks(spec, blocks, t) if skip else (0, _count(spec, blocks))
+    _, total, acc = lax.fori_loop(first, end, key_block, carry)
+    # 0 / 0 where every score is -inf: NaN, as softmax gives
+    return (acc / total[..., None]).reshape(n, kv_heads, group, queries, -1)
+
+
+def _count(spec: AttentionSpec, blocks: Blocks) -> int:
+    return -(-spec.k_len // blocks.keys)
+
+
+def _key_blocks(spec: AttentionSpec, blocks: Blocks, t: jax.Array):
+    """Returns (first, end) of the key blocks that queries t, t + 1, ... see."""
+    low, high = spec.band
+    count, size = _count(spec, blocks), np.int32(blocks.keys)
+    first, end = np.int32(0), np.int32(count)
+    if low is not None:
+        first = jnp.minimum(lax.div(jnp.maximum(t + low, 0), size), count)
+    if high is not None:
+        keys = jnp.maximum(t + (blocks.queries + high), 0)
+        end = jnp.minimum(lax.div(keys + (size - 1), size), count)
+    return first, end
+
+
+def _slice(array: jax.Array, start: Sequence, size: Sequence[int]) -> jax.Array:
+    start = [np.int32(i) if isinstance(i, int) else i for i in start]
+    return lax.dynamic_slice(array, start, size, allow_negative_indices=False)
+
+
+def _update(array: jax.Array, tile: jax.Array, start: Sequence) -> jax.Array:
+    start = [np.int32(i) if isinstance(i, int) else i for i in start]
+    return lax.dynamic_update_slice(array, tile, start, allow_negative_indices=False)
+
+
+def _side_tile(side: jax.Array, start: Sequence, size: Sequence[int]) -> jax.Array:
+    """Cuts the tile out of a side operand, along the dims that it has."""
+    kept = [n > 1 for n in side.shape]
+    if not any(kept):
+        return side
+    start = [i if keep else 0 for i, keep in zip(start, kept, strict=True)]
+    size = [n if keep else 1 for n, keep in zip(size, kept, strict=True)]
+    return _slice(side, start, size)
+
+
+def _supports(spec: AttentionSpec, target: Target) -> str | None:
+    if math.prod((spec.score_count, spec.head_dim, spec.value_dim)) == 0:
+        return "an operand is empty"
+    return None
+
+
+def _config(spec: AttentionSpec, target: Target) -> dict[str, int]:
+    blocks = choose_blocks(spec, target)
+    return {
+        "block_batch": blocks.batch,
+        "block_kv_heads": blocks.kv_heads,
+        "block_q": blocks.queries,
+        "block_k": blocks.keys,
+    }
+
+
+def _temp_bytes(spec: AttentionSpec, target: Target) -> int:
+    """Transposed (on a CPU also widened) k and v, and about three tiles."""
+    blocks = choose_blocks(spec, target)
+    wide = spec.compute_dtype.itemsize
+    tile = math.prod(blocks) * spec.group * wide
+    operand = _product_dtypes(spec, target.platform == "cpu")[0].itemsize
+    keys = spec.batch * spec.k_len * spec.kv_heads * (spec.head_dim + spec.value_dim)
+    return keys * operand + 3 * tile
+
+
+def _seconds(spec: AttentionSpec, target: Target) -> float:
+    return cost.online_seconds(spec, target, *choose_blocks(spec, target))
+
+
+def _build(spec: AttentionSpec, target: Target) -> Callable:
+    blocks = choose_blocks(spec, target)
+    return functools.partial(online_attention, spec, blocks, target.platform == "cpu")
+
+
+IMPLEMENTATION = Implementation(
+    name="online",
+    platforms=("cpu", "gpu", "tpu"),
+    supports=_supports,
+    seconds=_seconds,
+    temp_bytes=_temp_bytes,
+    config=_config,
+    build=_build,
+)
