@@ -138,10 +138,10 @@ def lower_function(
       function: takes arrays of `types`, returns one array.
       types: shapes and dtypes of its arguments.
       platform: "cpu", "cuda" or "tpu".
-      key: hashable; equal keys must mean equal programs.
+      key: hashable; equal keys must mean equal programs.  None: do not remember.
     """
     full_key = (key, platform)
-    if full_key not in _lowered:
+    if key is None or full_key not in _lowered:
         wide = any(str(t.dtype) in ("float64", "int64", "uint64") for t in types)
         with jax.enable_x64(wide or jax.config.jax_enable_x64):
             # keep_unused: the call hands over every operand

@@ -47,7 +47,7 @@ Target = Annotated[
 ]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ARGS]...", help="What the program finds in sys.argv."),
+    typer.Argument(metavar="ARGS", help="What the program finds in sys.argv."),
 ]
 Module = Annotated[
     str | None,
@@ -111,9 +111,7 @@ def run(
 
 @app.command()
 def opt(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="MLIR text; - is stdin.")
-    ],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="MLIR text; - is stdin.")],
     passes: Passes = "default",
     target: Target = "cpu",
     output: Annotated[
@@ -210,9 +208,7 @@ def parse(arguments: Sequence[str]) -> Any:
     if not arguments:
         arguments = ["--help"]
     try:
-        return app(
-            args=list(arguments), prog_name="hlo-tools", standalone_mode=False
-        )
+        return app(args=list(arguments), prog_name="hlo-tools", standalone_mode=False)
     except HloToolsError:
         raise
     except Exception as error:

@@ -1,18 +1,20 @@
 """What each subcommand of `hlo-tools` does, once its arguments are understood."""
 
 import dataclasses
-import importlib
 import importlib.metadata
 import json
+import os
 import platform
 import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hlo_tools.cli_output import (
     progress,
-    read_text,
+    read_module,
     render,
     report_format,
     say,
@@ -83,12 +85,16 @@ def run(
     """`hlo-tools run`: the program's own exit status."""
     if report is not None:
         report_format(report)  # before the program runs, not after
-    from hlo_tools import runner
+    from hlo_tools.driver import StageConfig
     from hlo_tools.pipeline import PassPipeline
-    from hlo_tools.stage import StageConfig
 
     PassPipeline.parse(passes)  # the same
-    config = StageConfig(passes=passes, exactness=exactness, verify=verify)
+    return _start(program, StageConfig(passes, exactness, verify), report)
+
+
+def _start(program: Program, config: Any, report: str | None) -> int:
+    from hlo_tools import runner
+
     start = runner.run_module if program.is_module else runner.run_script
     return start(program.name, list(program.arguments), config, report=report)
 
@@ -115,15 +121,75 @@ def opt(
 def explain(program: Program, passes: str, target: str | None, form: str) -> int:
     """`hlo-tools explain`: 1 when there are near misses or failed sites."""
     if program.runs:
-        return _explain_program(program, passes, target, form)
-    if program.arguments:
+        status, report = _explain_program(program, passes, target)
+    elif program.arguments:
         raise HloToolsError(
-            f"{program.name} is read as MLIR text, which takes no arguments: "
+            f"{program.name} is read as MLIR, which takes no arguments: "
             f"got {' '.join(program.arguments)}"
         )
-    _, report = _rewrite(program.name, passes, target or "cpu")
+    else:
+        status, report = 0, _rewrite(program.name, passes, target or "cpu")[1]
     sys.stdout.write(render(report, form, color=wants_color()))
+    if status:
+        say(f"error: {program.name} ended with status {status}, so more may be missing")
+        return 2
     return int(bool(report.findings()))
+
+
+def _explain_program(
+    program: Program, passes: str, target: str | None
+) -> tuple[int, RewriteReport]:
+    """Run the program, with what it prints on stderr; its status and the report."""
+    from hlo_tools.driver import StageConfig
+    from hlo_tools.pipeline import PassPipeline
+    from hlo_tools.stage import is_off
+
+    PassPipeline.parse(passes)
+    if not program.is_module and not Path(program.name).is_file():
+        raise HloToolsError(f"{program.name}: no such file")
+    if target is not None:
+        return _explain_for(program, passes, target)
+    if is_off():
+        raise HloToolsError(
+            "HLO_TOOLS switches the stage off: unset it, or name a --target"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "report.json")
+        with stdout_to_stderr():
+            status = _start(program, StageConfig(passes), str(file))
+        if not file.exists():
+            return status or 1, RewriteReport(program.name)
+        return status, RewriteReport.from_json(file.read_text())
+
+
+def _explain_for(
+    program: Program, passes: str, target: str
+) -> tuple[int, RewriteReport]:
+    """The same for a target that need not be here.
+
+    The program runs as it is written, and JAX writes down each module it compiles.
+    """
+    import jax
+
+    from hlo_tools import driver
+    from hlo_tools.module import StableHloModule
+    from hlo_tools.report_merge import merge
+    from hlo_tools.targets import Target
+
+    device = Target.parse(target)
+    with tempfile.TemporaryDirectory() as folder:
+        jax.config.update("jax_dump_ir_to", folder)
+        jax.config.update("jax_dump_ir_modes", "stablehlo")
+        try:
+            with stdout_to_stderr():
+                status = _start(program, driver.StageConfig(passes=""), None)
+        finally:
+            jax.config.update("jax_dump_ir_to", "")
+        files = sorted(Path(folder).glob("*_compile.mlir"))
+        with progress(f"running passes on {len(files)} modules"):
+            modules = [StableHloModule.parse(f.read_text(), f.name) for f in files]
+            reports = [driver.run_passes(m, passes, device)[1] for m in modules]
+    return status, merge(reports, Path(program.name).name)
 
 
 def passes(form: str) -> int:
@@ -135,39 +201,39 @@ def passes(form: str) -> int:
     width = max(len(row["name"]) for row in table["passes"])
     for row in table["passes"]:
         print(f"{row['name']:<{width}}  {row['exactness']}")
-        print(textwrap.fill(row["summary"], 80, **_INDENT))
-        if row["options"]:
-            options = [f"{o['name']}={o['default']}" for o in row["options"]]
-            print(textwrap.fill(f"options: {{{','.join(options)}}}", 80, **_INDENT))
+        print(_wrap(row["summary"], "    ", "    "))
+        for option in row["options"]:
+            print(f"    {{{option['name']}={option['default']}}}")
     print()
     for name, spec in table["groups"].items():
-        print(textwrap.fill(f"{name} = {spec}", 80, subsequent_indent="    "))
+        print(_wrap(f"{name} = {spec.replace(',', ', ')}", "", "    "))
     return 0
 
 
-_INDENT = {"initial_indent": "    ", "subsequent_indent": "    "}
+def _wrap(text: str, first: str, rest: str) -> str:
+    return textwrap.fill(
+        text, 80, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
 def describe_passes() -> dict[str, Any]:
     """The passes and named groups of passes, as JSON-ready values."""
-    from hlo_tools.passes import PASSES
-    from hlo_tools.pipeline import ALIASES
+    from hlo_tools.passes import ALIASES, PASSES
 
     return {
-        "passes": [_describe_pass(name, place) for name, place in PASSES.items()],
-        "groups": {name: str(spec) for name, spec in ALIASES.items()},
+        "passes": [_describe_pass(name) for name in PASSES],
+        "groups": dict(ALIASES),
     }
 
 
-def _describe_pass(name: str, place: str) -> dict[str, Any]:
-    module, _, attribute = place.partition(":")
-    cls = getattr(importlib.import_module(module), attribute)
+def _describe_pass(name: str) -> dict[str, Any]:
+    from hlo_tools.pipeline import load_pass
+
+    cls = load_pass(name)
+    fields = dataclasses.fields(cls)
     options = [
-        {
-            "name": field.name.replace("_", "-"),
-            "default": None if field.default is dataclasses.MISSING else field.default,
-        }
-        for field in dataclasses.fields(cls)
+        {"name": f.name.replace("_", "-"), "default": _spelled(f.default)}
+        for f in fields
     ]
     return {
         "name": name,
@@ -177,20 +243,32 @@ def _describe_pass(name: str, place: str) -> dict[str, Any]:
     }
 
 
+def _spelled(value: Any) -> str:
+    """An option's value as a pipeline spec spells it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _rewrite(file: str, passes: str, target: str) -> tuple[Any, RewriteReport]:
-    """Run passes on the MLIR text in `file`."""
+    """Run passes on the MLIR in `file`."""
+    _stay_off_devices()
+    from hlo_tools import driver
+    from hlo_tools.module import StableHloModule
     from hlo_tools.pipeline import PassPipeline
     from hlo_tools.targets import Target
 
     PassPipeline.parse(passes)  # a misspelled name before a long file is read
     device = Target.parse(target)
-    text, name = read_text(file)
-    from hlo_tools import driver
-    from hlo_tools.module import StableHloModule
+    text, name = read_module(file)
 
     with progress(f"running passes on {name}"):
         module = StableHloModule.parse(text, filename=name)
         return driver.run_passes(module, passes, device)
+
+
+def _stay_off_devices() -> None:
+    """Keep JAX from starting a GPU or TPU, which rewriting text has no use for."""
+    if "jax" not in sys.modules:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def _write_report(report: RewriteReport, destination: str) -> None:

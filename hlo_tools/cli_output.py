@@ -20,11 +20,11 @@ def say(message: str) -> None:
     print(f"hlo-tools: {message}", file=sys.stderr)
 
 
-def read_text(file: str) -> tuple[str, str]:
-    """The text of `file` ("-" is stdin) and the name to call it by in messages.
+def read_module(file: str) -> tuple[str | bytes, str]:
+    """The MLIR in `file` ("-" is stdin) and the name to call it by in messages.
 
     Raises:
-        HloToolsError: it can not be read, or is no text.
+        HloToolsError: it can not be read, or is neither text nor MLIR bytecode.
     """
     name = "<stdin>" if file == "-" else file
     try:
@@ -32,11 +32,11 @@ def read_text(file: str) -> tuple[str, str]:
     except OSError as error:
         raise HloToolsError(f"{name}: {error.strerror or error}") from error
     if data.startswith(b"ML\xefR"):
-        raise HloToolsError(f"{name}: this is MLIR bytecode; give its text form")
+        return data, name
     try:
         return data.decode(), name
     except UnicodeDecodeError as error:
-        raise HloToolsError(f"{name}: not UTF-8 text: {error}") from error
+        raise HloToolsError(f"{name}: neither UTF-8 text nor MLIR bytecode") from error
 
 
 def write_text(destination: str, text: str) -> None:

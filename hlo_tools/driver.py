@@ -10,6 +10,7 @@ import jax
 import jaxlib
 from jax.extend.mlir import ir
 
+import hlo_tools
 from hlo_tools.module import StableHloModule
 from hlo_tools.pipeline import PassContext, PassPipeline
 from hlo_tools.report import RewriteReport
@@ -38,6 +39,17 @@ class StageConfig:
         return cls(**json.loads(text))
 
 
+def new_report(name: str, target: Target) -> RewriteReport:
+    """Returns the report of a module before any pass has run."""
+    report = RewriteReport(module=name, target=target.spec.name)
+    report.versions = {
+        "hlo_tools": hlo_tools.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+    }
+    return report
+
+
 def run_passes(
     module: StableHloModule,
     passes: str,
@@ -54,8 +66,7 @@ def run_passes(
       PassSpecError, UnknownNameError: the spec is bad.
     """
     pipeline = PassPipeline.parse(passes)
-    report = RewriteReport(module=module.name, target=target.spec.name)
-    report.versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    report = new_report(module.name, target)
     start = time.perf_counter()
     pipeline.run(module, PassContext(target, report, exactness, verify))
     report.seconds = time.perf_counter() - start
@@ -75,6 +86,10 @@ def transform(
     Returns:
       A new module, or `ir_module` itself when nothing was bound, and the report.
     """
+    pipeline = PassPipeline.parse(config.passes)
+    if not pipeline.may_apply(ir_module):
+        report = new_report(StableHloModule(ir_module).name, target)
+        return ir_module, report
     module = StableHloModule.from_ir(ir_module)
     module, report = run_passes(
         module, config.passes, target, config.exactness, config.verify

@@ -60,8 +60,10 @@ class StableHloModule:
         context = parse_context()
         try:
             with context, ir.Location.unknown(context):
-                module = ir.Module.parse(text)
-                return cls(module)
+                if Path(filename).is_file() and isinstance(text, str):
+                    # so that locations name the file
+                    return cls(ir.Module.parseFile(filename))
+                return cls(ir.Module.parse(text))
         except ir.MLIRError as error:
             raise _parse_error(error, filename) from None
 

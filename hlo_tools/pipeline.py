@@ -174,6 +174,29 @@ class PassPipeline:
             items.append(one.name + (f"{{{' '.join(changed)}}}" if changed else ""))
         return ",".join(items)
 
+    def may_apply(self, module: ir.Module) -> bool:
+        """Returns whether any outlining pass could find something in a module.
+
+        A pass with the class attribute ``needs`` (operation names) can do nothing
+        in a module without them.  Most modules of a program have no such
+        operations, and are not worth a copy.
+        """
+        needs = [set(one.needs) for one in self.passes if hasattr(one, "needs")]
+        if not needs:
+            return True
+        wanted = set().union(*needs)
+        found: set[str] = set()
+
+        def visit(op: ir.Operation) -> ir.WalkResult:
+            if op.name in wanted:
+                found.add(op.name)
+                if any(one <= found for one in needs):
+                    return ir.WalkResult.INTERRUPT
+            return ir.WalkResult.ADVANCE
+
+        module.operation.walk(visit)
+        return any(one <= found for one in needs)
+
     def run(self, module: StableHloModule, context: PassContext) -> bool:
         """Runs the passes on `module`, in place; returns whether any changed it.
 

@@ -229,6 +229,9 @@ class RewriteReport:
 
         return render_text(self, color=color, width=width)
 
+    def __str__(self) -> str:
+        return self.text()
+
     def html(self) -> str:
         """The report as one self-contained HTML page."""
         from hlo_tools.report_html import render_html

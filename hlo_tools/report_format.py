@@ -15,7 +15,7 @@ _SIZES = {"batch": "B", "q_len": "T", "k_len": "S", "heads": "H", "kv_heads": "K
 _SIZES |= {"group": "G", "head_dim": "D", "value_dim": "Dv", "vocab": "V"}
 
 # Attributes that say nothing a reader acts on.
-_INTERNAL = ("named", "rows_never_empty", "sides", "score_mod")
+_INTERNAL = ("named", "rows_never_empty", "escapes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +74,12 @@ def describe_attributes(attributes: Mapping[str, Any]) -> str:
             sizes.append(f"{_SIZES[name]}{value}")
         elif name == "dtype" or name.endswith("_dtype"):
             dtypes.append(str(value))
+        elif name == "score_function":  # a sentence: see the details
+            flags.append("own score function")
         elif value is True:
             flags.append(name.removeprefix("has_").replace("_", " "))
         else:
-            values.append(f"{name}={_value(value)}")
+            values.append(f"{name}={format_value(value)}")
     kinds = ["/".join(dict.fromkeys(dtypes))] * bool(dtypes)
     return " ".join(sizes + kinds + flags + values)
 
@@ -90,18 +92,21 @@ def _unremarkable(name: str, value: Any, attributes: Mapping[str, Any]) -> bool:
         return value == attributes.get("head_dim")
     if name == "precision":
         return set(_flatten(value)) == {"DEFAULT"}
-    return (name, value) in (("group", 1), ("offset", 0))
+    if name == "kv_heads":
+        return value == attributes.get("heads")
+    return (name, value) in (("group", 1), ("offset", 0), ("scale", 1.0))
 
 
 def _flatten(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _value(value: Any) -> str:
+def format_value(value: Any) -> str:
+    """A setting or attribute: four digits of a float, (a,b) for a list."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return "(" + ",".join(_value(item) for item in value) + ")"
+        return "(" + ",".join(format_value(item) for item in value) + ")"
     return str(value)
 
 
@@ -129,10 +134,9 @@ def _digits(value: float) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, which could rewrite a terminal."""
+    """`text` on one line, without control characters: they can rewrite a terminal."""
     return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode()
-        for c in text
+        c if c.isprintable() else " " if c in "\n\t" else repr(c)[1:-1] for c in text
     )
 
 

@@ -26,6 +26,7 @@ from hlo_tools.report_format import (
     fold_sites,
     format_bytes,
     format_seconds,
+    format_value,
     printable,
     short_location,
     source_line,
@@ -255,10 +256,10 @@ def _detail(number: int, group: SiteGroup) -> str:
     parts = [f"<h2>{_text(group.label)} {status}</h2>"]
     if site.location:
         parts.append(f'<p class="where">{_text(site.location)}</p>')
-    if site.near_miss is not None:
-        parts.append(_near_miss(site.near_miss))
     if site.reason:
         parts.append(f"<p>{_text(site.reason)}</p>")
+    if site.near_miss is not None:
+        parts.append(_near_miss(site.near_miss))
     parts.append(_bars(site))
     parts.append(_facts("Verification", _verify_facts(site)))
     parts.append(_facts("Configuration", site.config))
@@ -302,7 +303,7 @@ def _verify_facts(site: SiteReport) -> dict[str, Any]:
 
 def _facts(title: str, facts: dict[str, Any]) -> str:
     rows = "".join(
-        f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>"
+        f"<dt>{_text(name)}</dt><dd>{_text(format_value(value))}</dd>"
         for name, value in facts.items()
         if value is not None and value != ""
     )

@@ -17,13 +17,13 @@ def merge(reports: Sequence[RewriteReport], program: str) -> RewriteReport:
 
     Returns:
         All sites, their ids led by their module's name ("jit_step/attention.0");
-        each pass once, with the sums of its times and op counts.
+        each step of the pipeline once, with the sums of its times and op counts.
     """
     merged = RewriteReport(
         module=program, target=", ".join(dict.fromkeys(r.target for r in reports))
     )
     seen: Counter[str] = Counter()
-    totals: dict[str, list[PassReport]] = {}
+    totals: dict[tuple[str, int], list[PassReport]] = {}
     for report in reports:
         seen[report.module] += 1
         count = seen[report.module]
@@ -31,16 +31,17 @@ def merge(reports: Sequence[RewriteReport], program: str) -> RewriteReport:
         merged.sites += [
             dataclasses.replace(site, id=f"{name}/{site.id}") for site in report.sites
         ]
+        turns: Counter[str] = Counter()  # a pipeline may run a pass several times
         for item in report.passes:
-            totals.setdefault(item.name, []).append(item)
+            turns[item.name] += 1
+            totals.setdefault((item.name, turns[item.name]), []).append(item)
         merged.versions |= report.versions
         merged.seconds += report.seconds if math.isfinite(report.seconds) else 0.0
         merged.notes += [f"{name}: {note}" for note in report.notes]
     merged.passes = [_sum(items) for items in totals.values()]
     with_sites = sum(bool(report.sites) for report in reports)
-    merged.notes.insert(
-        0, f"{len(reports)} modules went through the passes, {with_sites} with sites"
-    )
+    counts = f"{len(reports)} modules went through the passes, {with_sites} with sites"
+    merged.notes.insert(0, counts if reports else "no module went through the passes")
     return merged
 
 

@@ -93,7 +93,8 @@ def render_text(
     page.paragraph(report.summary(), indent="  ")
     groups = fold_sites(report.sites)
     if groups:
-        page.heading("Sites", "(times and bytes of one execution, predicted)")
+        known = any(site.predicted_seconds for site in report.sites)
+        page.heading("Sites", "(times and bytes: one execution, predicted)" * known)
         page.sites(groups)
     page.verified(report)
     unbound = [group for group in groups if group.site.status != "bound"]
@@ -162,7 +163,9 @@ class _Page:
                 continue
             site = groups[number - 1].site
             status = keep.index(2)
-            cells[status] = self.paint(site.status, cells[status])
+            shown = cells[status].rstrip()
+            padding = " " * (len(cells[status]) - len(shown))
+            cells[status] = self.paint(site.status, shown) + padding
             self.lines.append("  " + "  ".join(cells))
             what = describe_attributes(site.attributes)
             self.paragraph(f"{site.pattern}: {what}" if what else site.pattern, " " * 4)
@@ -186,10 +189,10 @@ class _Page:
         where = f" at {printable(site.location)}" if site.location else ""
         label = f"{self.paint(site.status, title)}: {printable(group.label)}{where}"
         self.lines.append(label)
-        if site.near_miss is not None:
-            self.near_miss(site.near_miss)
         if site.reason:
             self.paragraph(site.reason, indent="  ")
+        if site.near_miss is not None:
+            self.near_miss(site.near_miss)
         if site.verify is not None and not site.verify.passed:
             check = site.verify
             self.paragraph(

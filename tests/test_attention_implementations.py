@@ -4,7 +4,6 @@ The rule: the error against float64 is at most twice that of the same computatio
 done plainly in the site's own dtypes, plus a small absolute term.
 """
 
-import dataclasses
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -229,9 +228,7 @@ SMALL_BLOCKS = online.Blocks(batch=1, kv_heads=1, queries=16, keys=16)
 
 
 def small(spec: AttentionSpec) -> online.Blocks:
-    return SMALL_BLOCKS._replace(
-        queries=min(16, spec.q_len), keys=min(16, spec.k_len)
-    )
+    return SMALL_BLOCKS._replace(queries=min(16, spec.q_len), keys=min(16, spec.k_len))
 
 
 @pytest.mark.parametrize("name", SITES)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-from jax.extend.mlir.dialects import stablehlo
 
 from hlo_tools.matching import masks
 from hlo_tools.matching.expressions import Builder, Expr, is_float
@@ -15,12 +12,15 @@ from hlo_tools.matching.index_space import (
     IndexSpace,
     SplitAtomError,
     atoms_of,
-    dim_size,
 )
 from hlo_tools.matching.operands import Operand, peel
 from hlo_tools.matching.outcome import NoMatchError
+from hlo_tools.matching.products import (
+    DotDims,
+    has_plain_algorithm,
+    require_first_product,
+)
 from hlo_tools.matching.reader import (
-    ANNOTATIONS,
     ELEMENTWISE,
     SHAPE_OPS,
     Reader,
@@ -28,40 +28,16 @@ from hlo_tools.matching.reader import (
     dtype_of,
     is_static,
     loop_invariant,
+    result_index,
     shape_of,
 )
-from hlo_tools.matching.scores import Scores, name_scores
+from hlo_tools.matching.scores import Scores
 from hlo_tools.matching.softmax import (
     Softmax,
     is_sum_of,
     match_softmax,
 )
-
-
-@dataclass
-class DotDims:
-    """Dimension numbers of a dot_general, by side."""
-
-    batch: tuple[tuple[int, ...], tuple[int, ...]]
-    contract: tuple[tuple[int, ...], tuple[int, ...]]
-
-    @classmethod
-    def of(cls, op) -> DotDims:
-        numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-        return cls(
-            (
-                tuple(numbers.lhs_batching_dimensions),
-                tuple(numbers.rhs_batching_dimensions),
-            ),
-            (
-                tuple(numbers.lhs_contracting_dimensions),
-                tuple(numbers.rhs_contracting_dimensions),
-            ),
-        )
-
-    def free(self, side: int, rank: int) -> tuple[int, ...]:
-        used = {*self.batch[side], *self.contract[side]}
-        return tuple(dim for dim in range(rank) if dim not in used)
+from hlo_tools.matching.visibility import name_pieces
 
 
 @dataclass
@@ -117,43 +93,6 @@ class AttentionMatch:
     rows_never_empty: bool = False
 
 
-def has_plain_algorithm(dot) -> bool:
-    """Returns whether a dot_general multiplies in its operands' own types.
-
-    jax.nn writes the algorithm BF16_BF16_F32 on bfloat16 products, which is what
-    they do anyway; emulations (BF16_X3, TF32, ...) are something else.
-    """
-    if "algorithm" not in dot.attributes:
-        return True
-    algorithm = stablehlo.DotAlgorithm(dot.attributes["algorithm"])
-    types = [dtype_of(operand) for operand in dot.operands]
-    return (
-        [str(algorithm.lhs_precision_type), str(algorithm.rhs_precision_type)] == types
-        and str(algorithm.accumulation_type) in ("f32", "f64")
-        and algorithm.num_primitive_operations == 1
-    )
-
-
-def value_products(exponential) -> Iterator[tuple[object, int]]:
-    """Yields (dot_general, operand number) that an exponential reaches.
-
-    Only elementwise and shape operations are followed.
-    """
-    seen, stack = set(), [exponential.results[0]]
-    while stack and len(seen) < 64:
-        value = stack.pop()
-        for use in value.uses:
-            op = use.owner
-            name = op.operation.name
-            if name == "stablehlo.dot_general":
-                yield op, use.operand_number
-            elif name in ELEMENTWISE or name in SHAPE_OPS:
-                result = op.operation.results[0]
-                if result not in seen:
-                    seen.add(result)
-                    stack.append(result)
-
-
 def match_attention(dot, side: int, exponential) -> AttentionMatch:
     """Proves that `dot` is the value product of an attention.
 
@@ -179,29 +118,11 @@ def match_attention(dot, side: int, exponential) -> AttentionMatch:
     for _ in range(64):
         try:
             match = attempt.run()
-            _is_first_product(dot, side, exponential)
+            require_first_product(dot, side, exponential)
             return match
         except SplitAtomError as error:
             attempt.space.split(error)
     raise NoMatchError("reshapes cut the axes into too many pieces")
-
-
-def _is_first_product(dot, side: int, exponential) -> None:
-    """Rejects a product that the probabilities reach only after another one.
-
-    The backward pass of a softmax over queries contracts the probabilities along
-    their softmax axis too, but there they were made for the other product.
-    """
-    contract = DotDims.of(dot).contract[side]
-    for other, number in value_products(exponential):
-        if other.operation.block != dot.operation.block or other == dot:
-            continue
-        earlier = other.operation.is_before_in_block(dot.operation)
-        if earlier and DotDims.of(other).contract[number] != contract:
-            raise NoMatchError(
-                "the probabilities were made for an earlier product",
-                value=other.operation.results[0],
-            )
 
 
 class _Attempt:
@@ -244,10 +165,21 @@ class _Attempt:
         self._positions_only: dict = {}
         self.reader = Reader(self.space, self.builder, self._stop)
         probabilities = self.reader.read(self.dot.operands[p], p_index)
-        softmax = match_softmax(self.reader, probabilities, self.keys)
+        try:
+            softmax = match_softmax(self.reader, probabilities, self.keys)
+        except NoMatchError as error:
+            raise self._judged(error, probabilities) from None
         self._only_one_chain(probabilities)
         score = self._find_score(softmax.scores)
         return self._assemble(softmax, score, p_index, v_index)
+
+    def _judged(self, error: NoMatchError, probabilities: Expr) -> NoMatchError:
+        """Only a softmax of one product of queries and keys is a near miss."""
+        dots = [node for node in probabilities.walk() if node.kind == "dot"]
+        error.near &= len(dots) == 1 and self._operands_of(dots[0]) is not None
+        if error.value is None:
+            error.value = self.dot.operands[self.side]
+        return error
 
     def _stop(self, value, index: Index) -> bool:
         """Leaves are arrays that do not span queries and keys."""
@@ -322,9 +254,7 @@ class _Attempt:
         with_keys = [keys & atoms_of(tuple(i)) for i in index]
         for k in (0, 1):
             if with_keys[k] == keys and not with_keys[1 - k]:
-                q_side, k_side = (
-                    (op.operands[n], tuple(index[n])) for n in (1 - k, k)
-                )
+                q_side, k_side = ((op.operands[n], tuple(index[n])) for n in (1 - k, k))
                 return q_side, k_side, tuple(depth)
         return None
 
@@ -342,15 +272,13 @@ class _Attempt:
         q_side, k_side, depth = self._operands_of(score)
         q = peel(self.reader, *q_side, scales=True)
         k = peel(self.reader, *k_side, scales=True)
-        v = peel(
-            self.reader, self.dot.operands[1 - self.side], v_index, scales=False
-        )
+        v = peel(self.reader, self.dot.operands[1 - self.side], v_index, scales=False)
         sides = self._sides(softmax.scores, score)
-        out, normalizing = self._output(softmax, p_index, v_index)
+        out, out_index, normalizing = self._output(softmax, p_index, v_index)
         axes = self._axes(q, k, v, depth, p_index, softmax.scores, sides)
         match = AttentionMatch(
             out=out,
-            out_index=self._out_index(p_index, v_index),
+            out_index=out_index,
             score_product=defining_op(score.value),
             value_product=self.dot,
             q=q,
@@ -369,7 +297,7 @@ class _Attempt:
             *self.reader.expanded, *q.between, *k.between, *v.between,
             self.dot.results[0], score.value, out, *normalizing,
         }  # fmt: skip
-        self._name_pieces(match)
+        name_pieces(self.builder, match)
         return match
 
     def _sides(self, scores: Expr, score: Expr) -> list[tuple[object, Index]]:
@@ -388,27 +316,22 @@ class _Attempt:
         return frozenset(a for d in self.dims.batch[self.side] for a in index[d])
 
     def _output(self, softmax: Softmax, p_index: Index, v_index: Index):
-        """Returns (site output, values of a division after the product)."""
-        result = self.dot.results[0]
+        """Returns (site output, its index, values of a division after the product)."""
+        value, index = self.dot.results[0], self._out_index(p_index, v_index)
         if softmax.normalized:
-            return result, []
-        index, value = self._out_index(p_index, v_index), result
+            return value, index, []
         between: list = []
-        for _ in range(6):
-            uses = list(value.uses)
-            if len(uses) != 1:
-                break
-            op = uses[0].owner
-            name = op.operation.name
-            if name == "stablehlo.convert" or name in ANNOTATIONS:
-                value = op.operation.results[0]
-                between.append(value)
-                continue
-            if name == "stablehlo.divide" and uses[0].operand_number == 0:
+        while len(uses := list(value.uses)) == 1 and len(between) < 8:
+            op = uses[0].owner.operation
+            if op.name == "stablehlo.divide" and uses[0].operand_number == 0:
                 total = self.reader.read(op.operands[1], index)
                 if is_sum_of(self.reader, total, softmax.exponential, self.keys):
-                    return op.operation.results[0], between
-            break
+                    return op.results[0], index, between
+            moved = result_index(op, index)
+            if moved is None:
+                break
+            value, index = op.results[0], moved
+            between.append(value)
         raise NoMatchError("the exponentials are never divided by their sum")
 
     def _out_index(self, p_index: Index, v_index: Index) -> Index:
@@ -455,35 +378,3 @@ class _Attempt:
             if atoms & set(self.keys) and 0 < len(shared) < len(own):
                 return shared
         return (max(own, key=lambda a: (a.size, a.serial)),)
-
-    def _name_pieces(self, match: AttentionMatch) -> None:
-        pieces, uniform = name_scores(self.builder, match.scores, match.score)
-        t, s = dim_size(match.axes.rows), dim_size(match.axes.keys)
-        lower, upper = None, None
-        for mask in pieces.masks:
-            for part in _conjuncts(mask):
-                band = masks.band_of(part, match.axes.rows, match.axes.keys, t, s)
-                if band is None:
-                    match.data_masks.append(part)
-                    continue
-                if band.lower is not None:
-                    lower = band.lower if lower is None else max(lower, band.lower)
-                if band.upper is not None:
-                    upper = band.upper if upper is None else min(upper, band.upper)
-        match.band = masks.Band(lower, upper)
-        match.rows_never_empty = not match.data_masks and masks.sees_a_key(
-            match.band, t, s
-        )
-        if pieces.named and not match.rows_never_empty and not uniform:
-            pieces = Scores(
-                named=False,
-                why="a row without visible keys would depend on the mask's exact value",
-            )
-        match.pieces = pieces
-
-
-def _conjuncts(mask: Expr) -> list[Expr]:
-    if mask.kind == "op" and mask.name == "and":
-        return [part for arg in mask.args for part in _conjuncts(arg)]
-    return [mask]
-

@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -158,7 +157,10 @@ class CanonicalSite:
             softmax_dtype=DTYPE_NAMES[match.softmax_dtype],
             probs_dtype=DTYPE_NAMES[match.probs_dtype],
             out_dtype=DTYPE_NAMES[dtype_of(match.out)],
-            precision=(_precision(match.score_product), _precision(match.value_product)),
+            precision=(
+                _precision(match.score_product),
+                _precision(match.value_product),
+            ),
             scale=pieces.scale * factor,
             softcap=pieces.softcap,
             causal=causal,
@@ -313,7 +315,6 @@ class CanonicalSite:
         )
         return "\n".join(lines)
 
-
     def _name_of(self, node: Expr) -> str:
         """Tells leaves apart: by operand number, or by their elements."""
         if node.kind == "iota":
@@ -333,9 +334,7 @@ _EVALUABLE = {*OPERATIONS, "convert", "divide", "remainder"}
 def _full(array, index: Index, groups: Sequence[Dim]):
     """Regroups an operand, broadcasting over every axis that it lacks."""
     own = {atom for dim in index for atom in dim}
-    shape = [
-        dim_size(group) if any(a in own for a in group) else 1 for group in groups
-    ]
+    shape = [dim_size(group) if any(a in own for a in group) else 1 for group in groups]
     array = regroup_array(array, index, groups, shape)
     return jnp.broadcast_to(array, [dim_size(group) for group in groups])
 
@@ -347,7 +346,9 @@ def _rank5(array):
 def _precision(dot) -> str:
     if "precision_config" not in dot.attributes:
         return "DEFAULT"
-    names = {str(part).split()[-1].rstrip(">") for part in dot.attributes["precision_config"]}
+    names = {
+        str(part).split()[-1].rstrip(">") for part in dot.attributes["precision_config"]
+    }
     for name in ("HIGHEST", "HIGH"):
         if name in names:
             return name

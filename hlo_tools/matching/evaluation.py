@@ -20,6 +20,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "abs": jnp.abs, "add": jnp.add, "atan2": jnp.arctan2, "cbrt": jnp.cbrt,
     "ceil": jnp.ceil, "cosine": jnp.cos, "exponential": jnp.exp,
     "exponential_minus_one": jnp.expm1, "floor": jnp.floor, "log": jnp.log,
+    "is_finite": jnp.isfinite,
     "log_plus_one": jnp.log1p, "logistic": lax.logistic, "maximum": jnp.maximum,
     "minimum": jnp.minimum, "multiply": jnp.multiply, "negate": jnp.negative,
     "not": jnp.invert, "or": jnp.bitwise_or, "and": jnp.bitwise_and,

@@ -87,9 +87,7 @@ def _depends_on_distance(expr: Expr, rows: Dim, keys: Dim) -> bool:
     return False
 
 
-def evaluate(
-    expr: Expr, queries: np.ndarray, positions_of_keys: np.ndarray, rows: Dim
-):
+def evaluate(expr: Expr, queries: np.ndarray, positions_of_keys: np.ndarray, rows: Dim):
     """Evaluates a function of positions with numpy; None if an op is unknown."""
     memo: dict[int, np.ndarray] = {}
 
@@ -177,7 +175,7 @@ def _distances_of_grid(expr: Expr, rows: Dim, t: int, s: int):
         return None
     grid = np.broadcast_to(grid, (t, s))
     by_distance = np.zeros(t + s - 1, bool)
-    by_distance[: t] = grid[::-1, 0]
+    by_distance[:t] = grid[::-1, 0]
     by_distance[t - 1 :] = grid[0, :]
     if not np.array_equal(grid, by_distance[(keys - queries) + t - 1]):
         return None

@@ -23,8 +23,8 @@ ELEMENTWISE = frozenset(
     f"stablehlo.{name}"
     for name in (
         "abs add and atan2 cbrt ceil compare convert cosine divide exponential "
-        "exponential_minus_one floor log log_plus_one logistic maximum minimum "
-        "multiply negate not or power remainder round_nearest_afz "
+        "exponential_minus_one floor is_finite log log_plus_one logistic maximum "
+        "minimum multiply negate not or power remainder round_nearest_afz "
         "round_nearest_even rsqrt select sign sine sqrt subtract tan tanh xor clamp"
     ).split()
 )
@@ -189,7 +189,9 @@ class Reader:
                 op.attributes["comparison_direction"]
             )
             name = f"compare.{attr.value}"
-            kind = op.attributes["compare_type"] if "compare_type" in op.attributes else ""
+            kind = (
+                op.attributes["compare_type"] if "compare_type" in op.attributes else ""
+            )
             if "TOTALORDER" in str(kind):
                 return None
         args = []
@@ -291,3 +293,23 @@ def operand_index(op, index: Index) -> Index:
         () if size == 1 else index[dim]
         for size, dim in zip(shape_of(operand), dims, strict=True)
     )
+
+
+def result_index(op, index: Index) -> Index | None:
+    """Returns the index of an operation's result, given its operand's.
+
+    None if the operation does more than convert or rearrange one array.
+
+    Raises:
+      SplitAtomError: as `regroup`.
+    """
+    if op.name in ANNOTATIONS or op.name == "stablehlo.convert":
+        return index
+    if op.name == "stablehlo.transpose":
+        return tuple(index[dim] for dim in int_array(op.attributes["permutation"]))
+    if op.name == "stablehlo.reshape":
+        try:
+            return regroup(index, shape_of(op.results[0]))
+        except IncompatibleReshapeError:
+            return None
+    return None

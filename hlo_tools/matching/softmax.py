@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from hlo_tools.matching.expressions import Expr, is_float
 from hlo_tools.matching.index_space import Dim, IncompatibleReshapeError, regroup
 from hlo_tools.matching.outcome import NoMatchError
-from hlo_tools.matching.reader import Reader, shape_of
+from hlo_tools.matching.reader import (
+    Reader,
+    defining_op,
+    loop_invariant,
+    shape_of,
+)
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,8 @@ def _is_logsumexp(reader: Reader, expr: Expr, exponent: Expr, axes: Dim) -> bool
         if not _is_op(log, "log"):
             continue
         total = look(reader, log.args[0])
+        if _is_op(total, "abs"):  # of a sum of exponentials, which is positive
+            total = look(reader, total.args[0])
         if total.kind != "reduce" or total.name != "add":
             continue
         body = body_along(reader, total, axes)
@@ -155,7 +162,7 @@ def match_softmax(reader: Reader, probabilities: Expr, axes: Dim) -> Softmax:
     numerator, denominator = _split_division(reader, strip_converts(probabilities))
     exponential = strip_converts(numerator)
     if not _is_op(exponential, "exponential"):
-        raise NoMatchError("the left factor of the value product is no exponential")
+        _explain_probabilities(reader, strip_converts(probabilities), axes)
     exponent = strip_converts(exponential.args[0])
     scores = _without_shift(reader, exponent, axes)
     if denominator is None:
@@ -168,6 +175,71 @@ def match_softmax(reader: Reader, probabilities: Expr, axes: Dim) -> Softmax:
     if not is_sum_of(reader, denominator, exponential, axes):
         _explain_denominator(reader, denominator, exponential)
     return Softmax(scores, exponential, True)
+
+
+_RANDOM_OPS = ("stablehlo.rng_bit_generator", "stablehlo.rng")
+
+
+def is_random(expr: Expr) -> bool:
+    """Returns whether an expression is computed from random bits."""
+    values = [node.value for node in expr.walk() if node.kind in ("leaf", "reduce")]
+    seen, names = set(), set()
+    while values and len(seen) < 400:
+        op = defining_op(loop_invariant(values.pop()))
+        if op is None or op in seen:
+            continue
+        seen.add(op)
+        name = op.operation.name
+        names.add(name)
+        target = ""
+        if name == "stablehlo.custom_call":
+            target = str(op.attributes["call_target_name"])
+        if name in _RANDOM_OPS or "threefry" in target:
+            return True
+        values.extend(op.operands)
+    # uniform floats are made by shifting bits into a mantissa
+    return {"stablehlo.bitcast_convert", "stablehlo.shift_right_logical"} <= names
+
+
+def _explain_probabilities(reader: Reader, expr: Expr, axes: Dim):
+    """Says what happens to a softmax between its division and the product."""
+    inner, others = expr, []
+    for _ in range(4):
+        if inner.kind != "op" or inner.name not in ("multiply", "divide", "select"):
+            break
+        for arg in inner.args:
+            try:
+                match_softmax(reader, arg, axes)
+            except NoMatchError:
+                continue
+            others.extend(other for other in inner.args if other is not arg)
+            raise _changed_probabilities(others)
+        candidates = [a for a in inner.args if a.kind == "op" and a.dtype != "i1"]
+        if not candidates:
+            break
+        inner, rest = candidates[0], inner.args
+        others.extend(other for other in rest if other is not inner)
+    raise NoMatchError("the left factor of the value product is no softmax")
+
+
+def _changed_probabilities(others: list[Expr]) -> NoMatchError:
+    if any(node.kind == "dot" for other in others for node in other.walk()):
+        return NoMatchError("the softmax is multiplied by another product")
+    if any(is_random(other) for other in others):
+        return NoMatchError(
+            "dropout in the probabilities",
+            near=True,
+            got="probabilities with a random part set to zero",
+            expected="the softmax itself as the left factor of the value product",
+            edit="set the attention's dropout rate to 0 (or make it deterministic)",
+        )
+    return NoMatchError(
+        "the probabilities are changed after the softmax",
+        near=True,
+        got="a product or select of the softmax",
+        expected="the softmax itself as the left factor of the value product",
+        edit="apply the mask to the scores, before the softmax",
+    )
 
 
 def _explain_denominator(reader: Reader, denominator: Expr, exponential: Expr):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
@@ -11,21 +12,18 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 
-from hlo_tools import binding
+from hlo_tools import binding, verify
 from hlo_tools.composites import Implementation
-from hlo_tools.matching.attention import match_attention, value_products
+from hlo_tools.matching.attention import match_attention
 from hlo_tools.matching.canonical import DTYPE_NAMES, CanonicalSite
 from hlo_tools.matching.outcome import NoMatchError
+from hlo_tools.matching.products import value_products
 from hlo_tools.matching.reader import dtype_of, shape_of
 from hlo_tools.module import StableHloModule
 from hlo_tools.passes.outline_attention import COMPOSITE, attributes_of
 from hlo_tools.pipeline import PassContext
 from hlo_tools.report import SiteReport
-from hlo_tools.site_sharding import (
-    SiteSharding,
-    UnshardableSiteError,
-    site_shardings,
-)
+from hlo_tools.site_sharding import UnshardableSiteError, site_shardings
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,8 @@ class BindKernels:
     name: ClassVar[str] = "bind-kernels"
     exactness: ClassVar[str] = "reassociating"
     summary: ClassVar[str] = "bind composites to the fastest correct implementation"
+
+    needs: ClassVar[tuple[str, ...]] = ("stablehlo.composite",)
 
     only: str = ""
 
@@ -99,6 +99,10 @@ class BindKernels:
             return False
         if self.only and implementation.name != self.only:
             report.reason = f"bind-kernels{{only={self.only}}} leaves it alone"
+            return False
+        if context.verify and not _verified(
+            module, op, site, implementation, report, context
+        ):
             return False
         self._call(module, op, site, plan, implementation, context, spliced)
         report.status, report.implementation = "bound", implementation.name
@@ -162,12 +166,53 @@ def lower_site(site, plan, implementation: Implementation, context, key):
         kernel = implementation.build(site.spec, target)
     else:
         kernel = plan.wrap(implementation.build(plan.local_spec, target))
-    types = [
-        jax.ShapeDtypeStruct(shape_of(value), _numpy_dtype(dtype_of(value)))
-        for value in site.values
-    ]
+    types = [_struct(value) for value in site.values]
     platform = binding.PLATFORM_NAMES[target.platform]
     return binding.lower_function(site.adapt(kernel), types, platform, key)
+
+
+def _verified(
+    module: StableHloModule, op, site: CanonicalSite, implementation, report, context
+) -> bool:
+    """Checks an implementation on this site; returns whether it may be bound."""
+    target = context.target
+    platform = target.platform
+    if not verify.can_run(platform):
+        context.report.notes.append(f"{report.id} not verified: no {platform} here")
+        return True
+    name = ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
+    function = module.functions()[name]
+    arguments = function.regions[0].blocks[0].arguments
+    types = [_struct(value) for value in arguments]
+    lowered = lower_site(site, None, implementation, context, None)
+    spec = site.spec
+    report.verify = verify.verify_texts(
+        verify.module_of_function(function),
+        lowered.text,
+        types,
+        [ir.BlockArgument(value).arg_number for value in site.values],
+        platform,
+        verify.tolerance_of(
+            (spec.q_dtype, spec.score_dtype, spec.probs_dtype, spec.out_dtype), platform
+        ),
+        spec.k_len,
+    )
+    if report.verify.passed:
+        return True
+    report.status = "failed"
+    report.reason = (
+        f"{implementation.name} differs from the original by "
+        f"{report.verify.max_error:.3g} (allowed {report.verify.tolerance:.3g}): "
+        "rolled back"
+    )
+    print(
+        f"hlo_tools: {report.id} at {report.location}: {report.reason}", file=sys.stderr
+    )
+    return False
+
+
+def _struct(value) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape_of(value), _numpy_dtype(dtype_of(value)))
 
 
 def _numpy_dtype(name: str) -> np.dtype:
@@ -192,6 +237,3 @@ def _report_of(op: ir.Operation, context: PassContext) -> SiteReport:
     site = SiteReport(id=name or f"attention.{number}", pattern="attention")
     context.report.sites.append(site)
     return site
-
-
-__all__ = ["BindKernels", "SiteSharding", "rebuild_site", "replace"]

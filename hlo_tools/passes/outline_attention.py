@@ -7,14 +7,11 @@ from typing import ClassVar
 
 from jax.extend.mlir import ir
 
-from hlo_tools.matching.attention import (
-    AttentionMatch,
-    match_attention,
-    value_products,
-)
+from hlo_tools.matching.attention import AttentionMatch, match_attention
 from hlo_tools.matching.canonical import CanonicalSite
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.outline import Region, erase_dead
+from hlo_tools.matching.products import value_products
 from hlo_tools.matching.reader import defining_op, shape_of
 from hlo_tools.module import StableHloModule, source_location
 from hlo_tools.pipeline import PassContext
@@ -47,6 +44,11 @@ class OutlineAttention:
     exactness: ClassVar[str] = "bitwise"
     summary: ClassVar[str] = "outline softmax(q.k) v as hlo_tools.attention composites"
 
+    needs: ClassVar[tuple[str, ...]] = (
+        "stablehlo.dot_general",
+        "stablehlo.exponential",
+    )
+
     max_rank: int = 8
     min_keys: int = 1
 
@@ -72,6 +74,7 @@ class OutlineAttention:
                 done.add(exponential.results[0])
         for exponential, dot, error in misses:
             if exponential not in done:
+                done.add(exponential)  # its backward pass would only repeat it
                 context.report.sites.append(near_miss_report(context, dot, error))
         _report_escapes(outlined)
         return bool(outlined)
@@ -84,9 +87,7 @@ class OutlineAttention:
             raise NoMatchError(f"{site.spec.k_len} keys are below min-keys")
 
 
-def near_miss_report(
-    context: PassContext, dot, error: NoMatchError
-) -> SiteReport:
+def near_miss_report(context: PassContext, dot, error: NoMatchError) -> SiteReport:
     """Returns the report of a candidate that is nearly an attention."""
     number = sum(site.pattern == "attention" for site in context.report.sites)
     op = dot.operation

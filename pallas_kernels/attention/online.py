@@ -12,6 +12,7 @@ and blocks that a causal mask or window hides are skipped. Elsewhere it saves me
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -121,27 +122,28 @@ def online_attention(
     score_operand, value_operand = _product_dtypes(spec, widen)
     q = q.reshape(spec.batch, spec.q_len, spec.kv_heads, spec.group, spec.head_dim)
     k = jnp.transpose(k.astype(score_operand), (0, 2, 1, 3))  # [B,K,S,D]
-    v_rows = jnp.transpose(v.astype(value_operand), (0, 2, 1, 3))  # [B,K,S,Dv]
-    starts = _grid(spec, blocks)
-    # A row all of whose keys are skipped is put right at the end.
-    skip = spec.band != (None, None) and spec.masks_are_negligible
+    values = jnp.transpose(v.astype(value_operand), (0, 2, 1, 3))  # [B,K,S,Dv]
+    q_scale = spec.scale if widen and spec.named else 1.0
+    run = _QueryBlock(spec, blocks, value_operand, q_scale != 1.0)
+    starts = _Grid(spec, blocks)
 
     def query_block(index, out):
-        at = starts(index)
-        b, h, t = at
+        at = b, h, t = starts(index)
         size = (blocks.batch, blocks.queries, blocks.kv_heads, *q.shape[3:])
         tile = _slice(q, (b, t, h, 0, 0), size).astype(score_operand)
+        if q_scale != 1.0:
+            tile = tile * jnp.asarray(q_scale, score_operand)
         tile = jnp.transpose(tile, (0, 2, 3, 1, 4))  # [b,K,G,t,D]
-        result = _one_query_block(
-            spec, blocks, skip, value_operand, tile, k, v_rows, sides, at
-        )
+        result = run(tile, k, values, sides, at)  # [b,K,G,t,Dv]
         result = jnp.transpose(result, (0, 3, 1, 2, 4)).astype(out.dtype)
         return _update(out, result, (b, t, h, 0, 0))
 
+    # full_like keeps what shard_map knows about q
     out = lax.full_like(q, 0, spec.out_dtype, (*q.shape[:4], spec.value_dim))
     out = lax.fori_loop(0, starts.count, query_block, out)
     out = out.reshape(spec.batch, spec.q_len, spec.heads, spec.value_dim)
-    return fix_empty_rows(spec, out, v, *sides) if skip else out
+    # A row all of whose keys were skipped is put right here.
+    return fix_empty_rows(spec, out, v, *sides) if run.skips else out
 
 
 def _product_dtypes(spec: AttentionSpec, widen: bool) -> tuple[jnp.dtype, jnp.dtype]:
@@ -155,7 +157,7 @@ def _product_dtypes(spec: AttentionSpec, widen: bool) -> tuple[jnp.dtype, jnp.dt
     return score, jnp.promote_types(spec.probs_dtype, spec.v_dtype)
 
 
-class _grid:
+class _Grid:
     """Maps the counter of the outer loop to (batch, head, query) starts."""
 
     def __init__(self, spec: AttentionSpec, blocks: Blocks):
@@ -166,7 +168,7 @@ class _grid:
         self.blocks = blocks
         self.last = spec.q_len - blocks.queries
 
-    def __call__(self, index):
+    def __call__(self, index) -> tuple[jax.Array, jax.Array, jax.Array]:
         index = lax.convert_element_type(index, jnp.int32)
         rest, t = lax.div(index, self.queries), lax.rem(index, self.queries)
         # The last query block may overlap the one before it: rows computed twice
@@ -176,59 +178,125 @@ class _grid:
         return b, lax.rem(rest, self.heads) * self.blocks.kv_heads, t
 
 
-def _one_query_block(
-    spec: AttentionSpec,
-    blocks: Blocks,
-    skip: bool,
-    value_operand: jnp.dtype,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sides: Sequence[jax.Array],
-    at: tuple[jax.Array, jax.Array, jax.Array],
-) -> jax.Array:
+class _QueryBlock:
     """Runs over the key blocks of one query block.
 
-    Args:
-      skip: leave out the key blocks that no query of the block sees.
-      value_operand: dtype of the probabilities in the value product.
-      q: [b,K,G,t,D], a tile.
-      k: [B,K,S,D], whole.
-      v: [B,K,S,Dv], whole.
-      sides: whole.
-      at: where the tile starts along B, K and T.
+    Key blocks come in two kinds: inner ones, every key of which every query sees as
+    far as causal and window limits go, and edge ones. Masking costs a pass over the
+    tile, so inner ones go without.
 
-    Returns:
-      [b,K,G,t,Dv] in `spec.compute_dtype`.
+    Attributes:
+      skips: whether key blocks that no query of the block sees are left out.
     """
-    b, h, t = at
-    dtype = spec.compute_dtype
-    n, kv_heads, group, queries, depth = q.shape
-    pairs, rows, keys = n * kv_heads, group * queries, blocks.keys
-    q = q.reshape(pairs, rows, depth)
-    q_pos = t + lax.iota(jnp.int32, queries)
-    ragged = spec.k_len % keys != 0
 
-    def key_block(index, carry):
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        blocks: Blocks,
+        value_operand: jnp.dtype,
+        scaled: bool,
+    ):
+        self.spec, self.blocks, self.value_operand = spec, blocks, value_operand
+        self.count = -(-spec.k_len // blocks.keys)
+        self.ragged = spec.k_len % blocks.keys != 0
+        self.skips = spec.band != (None, None) and spec.masks_are_negligible
+        self.edge_spec = self.inner_spec = spec
+        if spec.named:
+            self.edge_spec = dataclasses.replace(
+                spec, score_mod=None, scale=1.0 if scaled else spec.scale
+            )
+            self.inner_spec = dataclasses.replace(
+                self.edge_spec, causal=False, window=None
+            )
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        sides: Sequence[jax.Array],
+        at: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> jax.Array:
+        """Computes one query block.
+
+        Args:
+          q: [b,K,G,t,D], a tile.
+          k: [B,K,S,D], whole.
+          v: [B,K,S,Dv], whole.
+          sides: whole.
+          at: where the tile starts along B, K and T.
+
+        Returns:
+          [b,K,G,t,Dv] in `spec.compute_dtype`.
+        """
+        dtype = self.spec.compute_dtype
+        lead = q.shape[:4]
+        pairs, rows = lead[0] * lead[1], lead[2] * lead[3]
+        flat = q.reshape(pairs, rows, q.shape[-1])
+        carry = (
+            lax.full_like(flat, -jnp.inf, dtype, (pairs, rows)),
+            lax.full_like(flat, 0, dtype, (pairs, rows)),
+            lax.full_like(flat, 0, dtype, (pairs, rows, self.spec.value_dim)),
+        )
+        first, middle, end = self._key_blocks(at[2])
+        for start, stop, edge in ((first, middle, False), (middle, end, True)):
+            if isinstance(start, int) and isinstance(stop, int) and start == stop:
+                continue
+            step = functools.partial(self._key_block, edge, flat, k, v, sides, at, lead)
+            carry = lax.fori_loop(start, stop, step, carry)
+        _, total, acc = carry
+        # 0 / 0 where every score is -inf: NaN, as softmax gives
+        return (acc / total[..., None]).reshape(*lead, -1)
+
+    def _key_blocks(self, t: jax.Array):
+        """Returns (first, middle, end): inner blocks from first, edge from middle."""
+        low, high = self.spec.band
+        whole = self.count - self.ragged
+        if low is None and high is None:
+            return 0, whole, self.count
+        if not self.skips:
+            return 0, 0, self.count
+        size = np.int32(self.blocks.keys)
+        end = self.count
+        if high is not None:
+            seen = jnp.maximum(t + (self.blocks.queries + high), 0)
+            end = jnp.minimum(lax.div(seen + (size - 1), size), self.count)
+        if low is not None:
+            first = lax.div(jnp.maximum(t + low, 0), size)
+            return first, first, end
+        seen_by_all = jnp.maximum(t + (1 + high), 0)
+        return 0, jnp.minimum(lax.div(seen_by_all, size), whole), end
+
+    def _key_block(self, edge, q, k, v, sides, at, lead, index, carry):
+        """One step of the online softmax, on q [pairs,rows,D]."""
+        spec, keys, dtype = self.spec, self.blocks.keys, self.spec.compute_dtype
+        (b, h, t), (pairs, rows, depth) = at, q.shape
         top, total, acc = carry
-        first_key = lax.convert_element_type(index, jnp.int32) * keys
-        # The last key block starts early enough to be whole ...
-        s = jnp.minimum(first_key, spec.k_len - keys) if ragged else first_key
+        start = s = lax.convert_element_type(index, jnp.int32) * keys
+        ragged = edge and self.ragged
+        if ragged:  # The last block starts early enough to be whole ...
+            s = jnp.minimum(start, spec.k_len - keys)
+        q_pos = t + lax.iota(jnp.int32, lead[3])
         k_pos = s + lax.iota(jnp.int32, keys)
-        k_tile = _slice(k, (b, h, s, 0), (n, kv_heads, keys, depth))
-        v_tile = _slice(v, (b, h, s, 0), (n, kv_heads, keys, spec.value_dim))
+        k_tile = _slice(k, (b, h, s, 0), (*lead[:2], keys, depth))
+        v_tile = _slice(v, (b, h, s, 0), (*lead[:2], keys, spec.value_dim))
         scores = lax.dot_general(
             q,
             k_tile.reshape(pairs, keys, depth),
             (((2,), (2,)), ((0,), (0,))),
             precision=spec.precision[0],
             preferred_element_type=dtype,
-        ).reshape(n, kv_heads, group, queries, keys)
-        size = (n, kv_heads, group, queries, keys)
-        tiles = tuple(_side_tile(side, (b, h, 0, t, s), size) for side in sides)
-        x = modified_scores(spec, scores, tiles, q_pos, k_pos)
-        if ragged:  # ... and the keys that it shares with the one before count once
-            x = jnp.where(k_pos >= first_key, x, -jnp.inf)
+        )  # [pairs,rows,s]
+        tiles = [_side_tile(side, (b, h, 0, t, s), (*lead, keys)) for side in sides]
+        x = modified_scores(
+            self.edge_spec if edge else self.inner_spec,
+            scores.reshape(*lead, keys),
+            tuple(tiles),
+            q_pos,
+            k_pos,
+        )
+        if ragged:  # ... and the keys that it shares with the one before count once.
+            x = jnp.where(k_pos >= start, x, -jnp.inf)
         x = x.reshape(pairs, rows, keys)
         new_top = jnp.maximum(top, x.max(-1))
         # While all scores of a row are -inf, -inf - -inf would make it NaN.
@@ -236,7 +304,7 @@ def _one_query_block(
         probs = jnp.exp(x - safe_top[..., None])
         decay = jnp.exp(top - safe_top)
         weighted = lax.dot_general(
-            probs.astype(value_operand),
+            probs.astype(self.value_operand),
             v_tile.reshape(pairs, keys, spec.value_dim),
             (((2,), (1,)), ((0,), (0,))),
             precision=spec.precision[1],
@@ -244,34 +312,6 @@ def _one_query_block(
         )  # [pairs,rows,Dv]
         total = total * decay + probs.sum(-1)
         return new_top, total, acc * decay[..., None] + weighted
-
-    # full_like keeps what shard_map knows about q
-    carry = (
-        lax.full_like(q, -jnp.inf, dtype, (pairs, rows)),
-        lax.full_like(q, 0, dtype, (pairs, rows)),
-        lax.full_like(q, 0, dtype, (pairs, rows, spec.value_dim)),
-    )
-    first, end = _key_blocks(spec, blocks, t) if skip else (0, _count(spec, blocks))
-    _, total, acc = lax.fori_loop(first, end, key_block, carry)
-    # 0 / 0 where every score is -inf: NaN, as softmax gives
-    return (acc / total[..., None]).reshape(n, kv_heads, group, queries, -1)
-
-
-def _count(spec: AttentionSpec, blocks: Blocks) -> int:
-    return -(-spec.k_len // blocks.keys)
-
-
-def _key_blocks(spec: AttentionSpec, blocks: Blocks, t: jax.Array):
-    """Returns (first, end) of the key blocks that queries t, t + 1, ... see."""
-    low, high = spec.band
-    count, size = _count(spec, blocks), np.int32(blocks.keys)
-    first, end = np.int32(0), np.int32(count)
-    if low is not None:
-        first = jnp.minimum(lax.div(jnp.maximum(t + low, 0), size), count)
-    if high is not None:
-        keys = jnp.maximum(t + (blocks.queries + high), 0)
-        end = jnp.minimum(lax.div(keys + (size - 1), size), count)
-    return first, end
 
 
 def _slice(array: jax.Array, start: Sequence, size: Sequence[int]) -> jax.Array:

@@ -1,0 +1,53 @@
+"""Tells which keys a query sees: by position (a band) and by data (masks)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hlo_tools.matching.expressions import Builder, Expr
+from hlo_tools.matching.index_space import dim_size
+from hlo_tools.matching.masks import Band, band_of, sees_a_key
+from hlo_tools.matching.scores import Scores, name_scores
+
+if TYPE_CHECKING:
+    from hlo_tools.matching.attention import AttentionMatch
+
+
+def name_pieces(builder: Builder, match: AttentionMatch) -> None:
+    """Fills in what the scores of a match consist of.
+
+    Sets ``pieces``, ``band``, ``data_masks`` and ``rows_never_empty``.
+    """
+    pieces, uniform = name_scores(builder, match.scores, match.score)
+    axes = match.axes
+    t, s = dim_size(axes.rows), dim_size(axes.keys)
+    band, data_masks = Band(None, None), []
+    for mask in pieces.masks:
+        for part in _conjuncts(mask):
+            found = band_of(part, axes.rows, axes.keys, t, s)
+            if found is None:
+                data_masks.append(part)
+            else:
+                band = _intersection(band, found)
+    never_empty = not data_masks and sees_a_key(band, t, s)
+    if pieces.named and not never_empty and not uniform:
+        pieces = Scores(
+            named=False,
+            why="a row without visible keys would depend on the mask's exact value",
+        )
+    match.pieces = pieces
+    if pieces.named:
+        match.band, match.data_masks = band, data_masks
+        match.rows_never_empty = never_empty
+
+
+def _intersection(one: Band, other: Band) -> Band:
+    lowers = [b.lower for b in (one, other) if b.lower is not None]
+    uppers = [b.upper for b in (one, other) if b.upper is not None]
+    return Band(max(lowers, default=None), min(uppers, default=None))
+
+
+def _conjuncts(mask: Expr) -> list[Expr]:
+    if mask.kind == "op" and mask.name == "and":
+        return [part for arg in mask.args for part in _conjuncts(arg)]
+    return [mask]

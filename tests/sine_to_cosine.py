@@ -1,0 +1,44 @@
+"""A transform whose effect can be seen: every sine becomes a cosine.
+
+Tests of the stage put it in the place of `hlo_tools.driver.transform`, so that
+"the stage fired" is a matter of numbers.
+"""
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from hlo_tools import driver
+from hlo_tools.report import RewriteReport, SiteReport
+from hlo_tools.stage_compile import module_name
+
+
+def transform(module, target, config):
+    """As `driver.transform`, for sines; reports one bound site for each."""
+    with module.context:
+        copy = ir.Module.parse(module.operation.get_asm(binary=True))
+    sines = []
+    copy.operation.walk(lambda op: collect(op, sines))
+    for op in sines:
+        with ir.InsertionPoint(op), op.location:
+            op.results[0].replace_all_uses_with(stablehlo.cosine(op.operands[0]))
+        op.erase()
+    report = RewriteReport(module_name(module), target.spec.name)
+    report.sites = [
+        SiteReport(f"sine.{i}", "sine", status="bound", implementation="cosine")
+        for i in range(len(sines))
+    ]
+    return (copy if sines else module), report
+
+
+def collect(op, sines):
+    if op.name == "stablehlo.sine":
+        sines.append(op)
+    return ir.WalkResult.ADVANCE
+
+
+def inject(monkeypatch=None):
+    """Use `transform`; until the end of the test where `monkeypatch` is given."""
+    if monkeypatch is None:
+        driver.transform = transform
+    else:
+        monkeypatch.setattr(driver, "transform", transform)

@@ -1,0 +1,80 @@
+"""Helpers of the tests that run whole StableHLO programs."""
+
+import re
+
+import jax
+import numpy as np
+
+from hlo_tools.matching.canonical import DTYPE_NAMES
+from hlo_tools.matching.reader import dtype_of, shape_of
+from hlo_tools.module import StableHloModule
+from hlo_tools.verify import run_text
+
+_ALGORITHM = re.compile(r", algorithm = <[^>]*>")
+_HEX = re.compile(r"dense<0x([0-9A-F]{4})> : tensor<([0-9x]*)bf16>")
+
+
+def widened(text: str) -> str:
+    """Returns a bfloat16 program with float32 in the place of bfloat16."""
+    text = _ALGORITHM.sub("", text)
+    text = _HEX.sub(r"dense<0x\g<1>0000> : tensor<\g<2>bf16>", text)
+    return text.replace("bf16", "f32")
+
+
+def inputs_of(text: str, seed: int = 0) -> list[np.ndarray]:
+    """Returns random inputs of sizes that keep a model's activations near 1."""
+    module = StableHloModule.parse(text)
+    rng = np.random.default_rng(seed)
+    arrays = []
+    for value in module.main.regions[0].blocks[0].arguments:
+        shape, dtype = shape_of(value), jax.numpy.dtype(DTYPE_NAMES[dtype_of(value)])
+        if dtype == np.bool_:
+            array = rng.random(shape) < 0.8
+        elif np.issubdtype(dtype, np.integer):
+            array = rng.integers(1, 60, shape)
+        else:
+            fan_in = shape[0] if len(shape) > 1 and shape[0] > 2 else 1
+            array = rng.standard_normal(shape) / np.sqrt(fan_in)
+        arrays.append(np.asarray(array).astype(dtype))
+    return arrays
+
+
+def run(text: str, arrays) -> list[np.ndarray]:
+    """Runs a program on CPU, with its inputs cast to the types that it takes."""
+    module = StableHloModule.parse(text)
+    values = list(module.main.regions[0].blocks[0].arguments)
+    cast = [
+        array.astype(jax.numpy.dtype(DTYPE_NAMES[dtype_of(value)]))
+        for array, value in zip(arrays, values, strict=True)
+    ]
+    return [np.asarray(x).astype(np.float64) for x in run_text(text, cast, "cpu")]
+
+
+def errors(got, want) -> list[float]:
+    """Returns, for each result, the largest difference over the largest value."""
+    result = []
+    for g, w in zip(got, want, strict=True):
+        assert np.array_equal(np.isnan(g), np.isnan(w))
+        scale = max(float(np.nanmax(np.abs(w), initial=0.0)), 1e-30)
+        result.append(float(np.nanmax(np.abs(g - w), initial=0.0)) / scale)
+    return result
+
+
+def assert_same_values(original: str, rewritten: str, seed: int = 0) -> None:
+    """Compares two programs; a low-precision one with its float32 form.
+
+    The rewritten program's error against float32 may be at most twice the
+    original's, plus what float32 itself leaves open.
+    """
+    arrays = inputs_of(original, seed)
+    before, after = run(original, arrays), run(rewritten, arrays)
+    if "bf16" not in original:
+        for number, error in enumerate(errors(after, before)):
+            assert error <= 3e-5, f"result {number} differs by {error:.3g}"
+        return
+    exact = run(widened(original), arrays)
+    pairs = zip(errors(after, exact), errors(before, exact), strict=True)
+    for number, (ours, theirs) in enumerate(pairs):
+        assert ours <= 2 * theirs + 1e-5, (
+            f"result {number}: {ours:.3g} > 2*{theirs:.3g}"
+        )
