@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hlo_tools.version import __version__
+
 if TYPE_CHECKING:
     from hlo_tools.driver import StageConfig, rewrite_text
     from hlo_tools.errors import HloToolsError
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from hlo_tools.report import RewriteReport
     from hlo_tools.stage import install, jit, uninstall
 
-__version__ = "0.1.0"
 
 # Loaded on first use, so that importing the package does not touch a backend.
 _PUBLIC = {

@@ -10,11 +10,11 @@ import jax
 import jaxlib
 from jax.extend.mlir import ir
 
-import hlo_tools
 from hlo_tools.module import StableHloModule
 from hlo_tools.pipeline import PassContext, PassPipeline
 from hlo_tools.report import RewriteReport
 from hlo_tools.targets import Target
+from hlo_tools.version import __version__
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def new_report(name: str, target: Target) -> RewriteReport:
     """Returns the report of a module before any pass has run."""
     report = RewriteReport(module=name, target=target.spec.name)
     report.versions = {
-        "hlo_tools": hlo_tools.__version__,
+        "hlo_tools": __version__,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
     }

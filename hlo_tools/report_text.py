@@ -149,10 +149,7 @@ class _Page:
             rows.append(_site_cells(group))
         keep = [i for i in range(5) if any(row[i] for row in rows[1:])]
         rows = [tuple(row[i] for i in keep) for row in rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        if 1 in keep:
-            spare = self.width - (sum(widths) + 2 * len(widths)) + widths[1]
-            widths[1] = min(widths[1], max(spare, 12))
+        widths = _fit(rows, self.width, has_places=1 in keep)
         for number, row in enumerate(rows):
             cells = [
                 _keep_end(cell, size).ljust(size)
@@ -241,6 +238,16 @@ class _Page:
                 f"  {item.ops_before:>10}  {item.ops_after:>8}"
                 + ("" if item.changed else "  unchanged")
             )
+
+
+def _fit(rows: Sequence[tuple[str, ...]], width: int, has_places: bool) -> list[int]:
+    """Widths of the columns; ids and places give way to what follows them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for column, least in ((0, 20), (1, 12)) if has_places else ((0, 20),):
+        excess = sum(widths) + 2 * len(widths) - width
+        wanted = max(widths[column] - max(excess, 0), least)
+        widths[column] = min(widths[column], wanted)
+    return widths
 
 
 def _site_cells(group: SiteGroup) -> tuple[str, str, str, str, str]:

@@ -5,6 +5,8 @@ to replace and how to build the new values), a reason (a sentence: the operation
 of the right kind, but may not be rewritten) or None (not this pattern's business).
 The driver is plain Python on JAX's public MLIR bindings. It visits a module once,
 and then only operations near a change.
+
+Length: patterns need the driver, the readers and the builders together.
 """
 
 from __future__ import annotations

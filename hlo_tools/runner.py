@@ -54,7 +54,7 @@ def run_script(
     Returns:
         The exit status that python would end with.
     """
-    file = os.fspath(path)
+    file = os.path.abspath(path)
     try:
         with io.open_code(file) as opened:
             source = opened.read()
@@ -62,7 +62,7 @@ def run_script(
         reason = f"[Errno {error.errno}] {error.strerror}"
         print(f"hlo-tools: can't open file {file!r}: {reason}", file=sys.stderr)
         return NOT_FOUND
-    sys.argv[:] = [file, *args]
+    sys.argv[:] = [os.fspath(path), *args]
     _set_first_path(os.path.dirname(os.path.realpath(file)))
     loader = importlib.machinery.SourceFileLoader("__main__", file)
     names = {"__file__": file, "__loader__": loader, "__package__": None}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import jax
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy, stablehlo
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from hlo_tools.composites import AttentionSpec
@@ -50,7 +50,11 @@ class ShardingPlan:
 
     def wrap(self, implementation: Callable) -> Callable:
         """Returns the implementation under shard_map, on global arrays."""
-        mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh))
+        mesh = AbstractMesh(
+            tuple(self.mesh.values()),
+            tuple(self.mesh),
+            axis_types=(AxisType.Auto,) * len(self.mesh),
+        )
         batch, heads = self.batch or None, self.heads or None
         array = P(batch, None, heads, None)
         sides = tuple(

@@ -120,9 +120,7 @@ def window_absolute_distance(q, k, v):
 @spelling(causal=False)
 def block_diagonal(q, k, v):
     i, j = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
-    return weighted(
-        jax.nn.softmax(jnp.where(i // 8 == j // 8, scores(q, k), -1e30)), v
-    )
+    return weighted(jax.nn.softmax(jnp.where(i // 8 == j // 8, scores(q, k), -1e30)), v)
 
 
 @spelling(*CROSS, (B, S))

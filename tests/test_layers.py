@@ -19,7 +19,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[1]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("hlo_tools.errors", "hlo_tools._jax"),
+    ("hlo_tools.errors", "hlo_tools._jax", "hlo_tools.version"),
     (
         "hlo_tools.module",
         "hlo_tools.composites",
@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hlo_tools.pipeline",
         "hlo_tools.passes",
         "hlo_tools.binding",
+        "hlo_tools.site_sharding",
         "hlo_tools.verify",
         "hlo_tools.hlo",
         "hlo_tools.decompile",

@@ -342,6 +342,11 @@ def test_long_names_do_not_break_the_table() -> None:
     (row,) = [line for line in lines if line.startswith("  attention.0")]
     assert len(row) <= 80
     assert "model.py:41" in row
+    site.id = "jit_a_function_with_a_long_name/attention.0"
+    row = RewriteReport(sites=[site]).text(width=80).splitlines()[6]
+    assert len(row) <= 80
+    assert "_name/attention.0  " in row
+    assert "model.py:41" in row
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sine_to_cosine
-from jax.experimental import checkify
+from jax.experimental import checkify, topologies
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -272,6 +272,24 @@ def test_an_exported_function_can_be_serialized(x):
     exported = jax.export.export(staged(sine()))(x)
     loaded = jax.export.deserialize(bytearray(exported.serialize()))
     assert_sine(jax.jit(loaded.call)(x), x)
+
+
+def test_compile_only_target(monkeypatch, x):
+    pytest.importorskip("libtpu", reason="compiles for TPUs; pip install libtpu")
+    targets = []
+
+    def transform(module, target, config):
+        targets.append(target)
+        return sine_to_cosine.transform(module, target, config)
+
+    monkeypatch.setattr(driver, "transform", transform)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    sharding = NamedSharding(Mesh(topology.devices, ("i",)), PartitionSpec("i"))
+    f = staged(sine(), in_shardings=sharding)
+    text = f.trace(jax.ShapeDtypeStruct(x.shape, x.dtype)).lower().compile().as_text()
+    assert "cosine" in text
+    assert "sine(" not in text.replace("cosine(", "")
+    assert [(t.platform, t.num_devices) for t in targets] == [("tpu", 4)]
 
 
 # ---- install, uninstall, HLO_TOOLS

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from zoo_tools import assert_same_values
+from zoo_tools import assert_same_values, results_of
 
 from hlo_tools import StableHloModule
 from hlo_tools.driver import run_passes
@@ -33,6 +33,11 @@ def load(row):
 
 def outline(text):
     return run_passes(StableHloModule.parse(text), OUTLINE, Target.parse("cpu"))
+
+
+def outline_only(text):
+    passes = "inline-calls,cse,dce,outline-attention"
+    return run_passes(StableHloModule.parse(text), passes, Target.parse("cpu"))
 
 
 def sites_found(text):
@@ -105,8 +110,17 @@ def check_values(row):
         escapes = row["probs_escape"]
         wanted = "inlined" if escapes else "bound"
         assert {site.status for site in report.sites} == {wanted}
-    assert_same_values(text, outlined.as_text())
+    assert_undone_exactly(text)
     assert_same_values(text, module.as_text())
+
+
+def assert_undone_exactly(text):
+    """Outlining moves operations: inlined again, they are the original ones."""
+    cpu = Target.parse("cpu")
+    before, _ = run_passes(StableHloModule.parse(text), "inline-calls,cse,dce", cpu)
+    after, _ = outline_only(text)
+    run_passes(after, "inline-composites,cse,dce", cpu)
+    assert results_of(before.main) == results_of(after.main)
 
 
 def test_fmha_corpus(capsys):

@@ -4,6 +4,7 @@ import re
 
 import jax
 import numpy as np
+from jax.extend.mlir import ir
 
 from hlo_tools.matching.canonical import DTYPE_NAMES
 from hlo_tools.matching.reader import dtype_of, shape_of
@@ -78,3 +79,41 @@ def assert_same_values(original: str, rewritten: str, seed: int = 0) -> None:
         assert ours <= 2 * theirs + 1e-5, (
             f"result {number}: {ours:.3g} > 2*{theirs:.3g}"
         )
+
+
+def results_of(function) -> list[int]:
+    """Returns a hash of what each result of a function is computed by.
+
+    Equal hashes mean equal operations on equal operands, whatever their order in
+    the text.
+    """
+    memo: dict = {}
+
+    def of_value(value, depth: int) -> int:
+        if value in memo:
+            return memo[value]
+        op = value.owner
+        if isinstance(op, ir.Block):
+            found = hash(("argument", depth, ir.BlockArgument(value).arg_number))
+        else:
+            found = hash((of_op(op.operation, depth), ir.OpResult(value).result_number))
+        memo[value] = found
+        return found
+
+    def of_op(op, depth: int) -> int:
+        attributes = tuple(sorted((n, str(op.attributes[n])) for n in op.attributes))
+        operands = tuple(of_value(value, depth) for value in op.operands)
+        types = tuple(str(result.type) for result in op.results)
+        regions = tuple(of_region(region, depth + 1) for region in op.regions)
+        return hash((op.name, attributes, operands, types, regions))
+
+    def of_region(region, depth: int) -> tuple[int, ...]:
+        blocks = list(region.blocks)
+        if not blocks:
+            return ()
+        for number, value in enumerate(blocks[0].arguments):
+            memo[value] = hash(("argument", depth, number))
+        last = list(blocks[0].operations)[-1]
+        return tuple(of_value(value, depth) for value in last.operands)
+
+    return list(of_region(function.regions[0], 0))

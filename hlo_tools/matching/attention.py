@@ -355,15 +355,25 @@ class _Attempt:
             raise NoMatchError("keys and values vary along different axes")
         if q_atoms & (keys | values):
             raise NoMatchError("the queries vary along the key axis")
-        order = [a for dim in k.index for a in dim if a in k_batch]
-        batch, kv_heads = tuple(order[:-1]), tuple(order[-1:])
-        if len(order) == 1:
-            batch, kv_heads = kv_heads, ()
         out = {a for dim in p_index for a in dim} - keys
         own = sorted(out - k_batch, key=lambda a: a.serial)
         rows = self._query_axes(own, scores, sides)
         group = tuple(a for a in own if a not in rows)
+        batch, kv_heads = self._split_batch(k, k_batch, grouped=bool(group))
         return Axes(batch, kv_heads, group, rows, self.keys, depth, self.value_dims)
+
+    def _split_batch(self, k: Operand, k_batch, grouped: bool) -> tuple[Dim, Dim]:
+        """Returns (batch, heads): any split is right, this one needs no transpose.
+
+        The innermost axis is the head axis; alone, it is one if queries share its
+        keys or if it varies faster than the keys ([S,H,D]).
+        """
+        order = [a for dim in k.index for a in dim]
+        found = tuple(a for a in order if a in k_batch)
+        inner = found and order.index(found[-1]) > order.index(self.keys[0])
+        if len(found) > 1 or grouped or inner:
+            return found[:-1], found[-1:]
+        return found, ()
 
     def _query_axes(self, own, scores: Expr, sides) -> Dim:
         """Chooses which of the axes that only queries have is the query axis."""

@@ -15,13 +15,16 @@ from typing import Any, ClassVar
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from hlo_tools.passes.exact_arithmetic import (
-    ARITHMETIC,
-    exact_convert,
-    exact_result,
-    is_subnormal,
-)
+from hlo_tools.passes.exact_arithmetic import is_subnormal
 from hlo_tools.passes.iota_ranges import canonical_comparison
+from hlo_tools.passes.mask_constants import (
+    arithmetic_of_mask,
+    boolean,
+    choice,
+    convert_of_select,
+    negated,
+    two_valued,
+)
 from hlo_tools.rewriting import (
     Match,
     Rewriter,
@@ -34,7 +37,6 @@ from hlo_tools.rewriting import (
     single_user,
     splat_attribute,
     splat_number,
-    users,
 )
 
 _INVERSE = {"EQ": "NE", "NE": "EQ", "LT": "GE", "GE": "LT", "GT": "LE", "LE": "GT"}
@@ -44,56 +46,6 @@ _HOLDS = {
     "GE": operator.ge, "GT": operator.gt, "LE": operator.le,
 }  # fmt: skip
 _LOST = "the operation has attributes that would be lost"
-
-
-# ------------------------------------------------------- values of two constants
-
-
-@dataclass(frozen=True)
-class _TwoValued:
-    """A value that is one constant where a mask is on, another where it is off."""
-
-    mask: ir.Value
-    on: bool | int | float
-    off: bool | int | float
-
-
-def _two_valued(value: ir.Value) -> _TwoValued | None:
-    if is_mask(value):
-        return _TwoValued(value, True, False)
-    op = producer(value)
-    if op is None or not is_plain(op) or shape_of(value) is None:
-        return None
-    kind = element_type(value)
-    if isinstance(kind, ir.ComplexType):
-        return None
-    if op.name == "stablehlo.convert" and is_mask(op.operands[0]):
-        one, zero = (1, 0) if isinstance(kind, ir.IntegerType) else (1.0, 0.0)
-        return _TwoValued(op.operands[0], one, zero)
-    if op.name == "stablehlo.select":
-        mask, *sides = op.operands
-        on, off = (splat_number(side) for side in sides)
-        if on is None or off is None or shape_of(mask) != shape_of(value):
-            return None
-        return _TwoValued(mask, on, off)
-    return None
-
-
-def _choice(op: ir.Operation, mask: ir.Value, on: bool, off: bool) -> Match:
-    """Replaces a boolean by what it is where `mask` is on and off."""
-    if on == off:
-        return Match(op, lambda rewriter: _boolean(rewriter, mask, on))
-    if on:
-        return Match(op, lambda rewriter: mask)
-    return Match(op, lambda rewriter: _negated(rewriter, mask))
-
-
-def _boolean(rewriter: Rewriter, like: ir.Value, number: bool) -> ir.Value:
-    return rewriter.splat(number, like.type.shape, element_type(like))
-
-
-def _negated(rewriter: Rewriter, mask: ir.Value) -> ir.Value:
-    return rewriter.create("stablehlo.not", [mask], mask.type)
 
 
 def _joined(rewriter: Rewriter, name: str, *masks: ir.Value) -> ir.Value:
@@ -151,13 +103,13 @@ def compare_constants(op: ir.Operation) -> Match | str | None:
         if any(is_subnormal(number, kind) for number in (left, right)):
             return "a subnormal constant"
         known = holds(left, right)
-        return Match(op, lambda rewriter: _boolean(rewriter, op.results[0], known))
-    values = _two_valued(compare.left)
+        return Match(op, lambda rewriter: boolean(rewriter, op.results[0], known))
+    values = two_valued(compare.left)
     if values is None:
         return None
     if any(is_subnormal(number, kind) for number in (values.on, values.off, right)):
         return "a subnormal constant"
-    return _choice(op, values.mask, holds(values.on, right), holds(values.off, right))
+    return choice(op, values.mask, holds(values.on, right), holds(values.off, right))
 
 
 def constant_to_the_right(op: ir.Operation) -> Match | str | None:
@@ -181,7 +133,7 @@ def compare_positions(op: ir.Operation) -> Match | str | None:
     if found is None or isinstance(found, str):
         return found
     if isinstance(found, bool):
-        return Match(op, lambda rewriter: _boolean(rewriter, op.results[0], found))
+        return Match(op, lambda rewriter: boolean(rewriter, op.results[0], found))
     if found.direction == compare.direction and found.is_made_by(op):
         return None
     shape, kind = compare.left.type.shape, element_type(compare.left)
@@ -206,7 +158,7 @@ def simplify_not(op: ir.Operation) -> Match | str | None:
         return _LOST
     number = splat_number(source)
     if number is not None:
-        return Match(op, lambda rewriter: _boolean(rewriter, source, not number))
+        return Match(op, lambda rewriter: boolean(rewriter, source, not number))
     if above.name == "stablehlo.not":
         return Match(op, lambda rewriter: above.operands[0])
     if above.name != "stablehlo.compare":
@@ -245,7 +197,7 @@ def simplify_logic(op: ir.Operation) -> Match | str | None:
             return _LOST
         result = _LOGIC[op.name, bool(number)]
         if result == "not":
-            return Match(op, lambda rewriter, mask=mask: _negated(rewriter, mask))
+            return Match(op, lambda rewriter, mask=mask: negated(rewriter, mask))
         value = mask if result == "x" else other
         return Match(op, lambda rewriter, value=value: value)
     return None
@@ -285,7 +237,7 @@ def simplify_select(op: ir.Operation) -> Match | str | None:
     return Match(op, lambda rw: rw.with_operands(op, sides, op.results[0].type.shape))
 
 
-def select_of_booleans(op: ir.Operation) -> Match | str | None:
+def select_ofbooleans(op: ir.Operation) -> Match | str | None:
     """Writes a select of masks as logic."""
     mask, on, off = op.operands
     if not is_mask(op.results[0]) or shape_of(mask) != shape_of(op.results[0]):
@@ -296,7 +248,7 @@ def select_of_booleans(op: ir.Operation) -> Match | str | None:
     if not is_plain(op):
         return _LOST
     if None not in numbers:
-        return _choice(op, mask, bool(numbers[0]), bool(numbers[1]))
+        return choice(op, mask, bool(numbers[0]), bool(numbers[1]))
     if numbers[0] is not None and numbers[0]:
         return Match(op, lambda rw: _joined(rw, "stablehlo.or", mask, off))
     if numbers[1] is not None and not numbers[1]:
@@ -341,68 +293,6 @@ def _nested(op: ir.Operation, inner: ir.Operation, side: int) -> Match | None:
     return Match(op, build)
 
 
-# -------------------------------------------------------------- additive masks
-
-
-def arithmetic_of_mask(op: ir.Operation) -> Match | str | None:
-    """Writes arithmetic of a mask's number and a constant as a select.
-
-    `(1 - mask) * -1e9` becomes `select(mask, -0.0, -1e9)`. Looks at the users of `op`,
-    as few operations are a mask's number and many are arithmetic.
-    """
-    value = op.results[0]
-    if is_mask(value):
-        return None
-    found = _two_valued(value)
-    if found is None:
-        return None
-    reason = None
-    for user in users(value):
-        if user.name not in ARITHMETIC or not is_plain(user):
-            continue
-        side = 0 if user.operands[0] == value else 1
-        number = splat_number(user.operands[1 - side])
-        if number is None or shape_of(user.results[0]) is None:
-            continue
-        results = []
-        for mine in (found.on, found.off):
-            pair = (mine, number) if side == 0 else (number, mine)
-            results.append(exact_result(user.name, *pair, element_type(value)))
-        reason = _select_constants(user, found.mask, results)
-        if isinstance(reason, Match):
-            return reason
-    return reason
-
-
-def _select_constants(op: ir.Operation, mask: ir.Value, results: list[Any]) -> Any:
-    if None in results:
-        return "the constants would be rounded"
-    shape, kind = op.results[0].type.shape, element_type(op.results[0])
-
-    def build(rewriter: Rewriter) -> ir.Value:
-        sides = [rewriter.splat(number, shape, kind) for number in results]
-        return rewriter.create("stablehlo.select", [mask, *sides], op.results[0].type)
-
-    return Match(op, build)
-
-
-def convert_of_select(op: ir.Operation) -> Match | str | None:
-    """Converts the two constants of a mask instead of their select."""
-    source, result = op.operands[0], op.results[0]
-    if producer(source, "stablehlo.select") is None or not is_plain(op):
-        return None
-    if is_mask(source):
-        return None
-    found = None if shape_of(result) is None else _two_valued(source)
-    if found is None:
-        return None
-    old, new = element_type(source), element_type(result)
-    results = [exact_convert(number, old, new) for number in (found.on, found.off)]
-    if None not in results and is_mask(result):
-        return _choice(op, found.mask, *results)
-    return _select_constants(op, found.mask, results)
-
-
 PATTERNS = {
     "stablehlo.compare": (compare_constants, compare_positions, constant_to_the_right),
     "stablehlo.not": (simplify_not,),
@@ -411,7 +301,7 @@ PATTERNS = {
     "stablehlo.xor": (simplify_logic,),
     "stablehlo.select": (
         simplify_select,
-        select_of_booleans,
+        select_ofbooleans,
         nested_select,
         arithmetic_of_mask,
     ),

@@ -84,6 +84,10 @@ def merge_converts(op: ir.Operation) -> Match | str | None:
     old, middle, new = (element_type(v) for v in (source, op.operands[0], result))
     if not is_lossless(old, middle):
         return f"{middle} does not hold every {old}"
+    if _is_boolean(old) and isinstance(new, ir.FloatType):
+        # XLA rewrites mask * x to select(mask, x, 0) where it sees the conversion of
+        # a boolean: not the same for infinite, NaN and negative x.
+        return "a boolean as a float"
     if not (is_lossless(old, new) or _truncates(old, middle, new)):
         return f"{new} does not hold every {old}"
     if not (is_plain(op) and is_plain(above)):
@@ -91,6 +95,10 @@ def merge_converts(op: ir.Operation) -> Match | str | None:
     if source.type == result.type:
         return Match(op, lambda rewriter: source)
     return Match(op, lambda rewriter: rewriter.create(_CONVERT, [source], result.type))
+
+
+def _is_boolean(kind: ir.Type) -> bool:
+    return isinstance(kind, ir.IntegerType) and kind.width == 1
 
 
 def _truncates(old: ir.Type, middle: ir.Type, new: ir.Type) -> bool:

@@ -8,3 +8,7 @@ def naive_seconds(*a):
 
 def cudnn_seconds(*a):
     return 1.0
+
+
+def naive_temp_bytes(*a):
+    return 0

@@ -168,13 +168,13 @@ def custom_call(
     Returns:
       [B,T,H,D] in the dtype of q.
     """
-    b, t, h, d = q.shape
+    b, t, h, _ = q.shape
     config = backend_config(q, k, scale, causal, window)
     call = jax.ffi.ffi_call(
         "__cudnn$fmhaSoftmax" if bias is None else "__cudnn$fmhaScaleBiasSoftmax",
         # The second result is the workspace; XLA finds out its size.
         [
-            jax.ShapeDtypeStruct((b, h, t, d), q.dtype),
+            jax.ShapeDtypeStruct((b, h, t, v.shape[-1]), q.dtype),
             jax.ShapeDtypeStruct((0,), jnp.uint8),
         ],
         # [B,H,T,D] laid out as [B,T,H,D], so that the transpose below is free
