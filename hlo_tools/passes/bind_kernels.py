@@ -168,6 +168,7 @@ def lower_site(site, plan, implementation: Implementation, context, key):
         kernel = plan.wrap(implementation.build(plan.local_spec, target))
     types = [_struct(value) for value in site.values]
     platform = binding.PLATFORM_NAMES[target.platform]
+    key = None if key is None else (key, implementation)
     return binding.lower_function(site.adapt(kernel), types, platform, key)
 
 
