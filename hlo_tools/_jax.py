@@ -13,9 +13,11 @@ The stage needs two functions that JAX looks up by attribute whenever it uses th
 otherwise. Importing this file touches no backend and changes nothing.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +34,8 @@ _REFINE = "jax._src.interpreters.mlir:refine_polymorphic_shapes"
 _SUBJAXPRS = "jax._src.core:jaxprs_in_params"
 _FUN_NAME = "jax._src.util:fun_name"
 _EXCLUDE = "jax._src.traceback_util:register_exclusion"
+_EVAL = "jax._src.core:eval_context"
+_CACHE_MISS = "_cache_miss"  # of a jitted function: what it calls to trace
 
 # What is relied on: its first parameters, in order.
 _EXPECTED: dict[str, tuple[str, ...]] = {
@@ -48,6 +52,7 @@ _EXPECTED: dict[str, tuple[str, ...]] = {
     _SUBJAXPRS: ("params",),
     _FUN_NAME: ("fun",),
     _EXCLUDE: ("path",),
+    _EVAL: (),
 }
 
 
@@ -55,15 +60,16 @@ class SeamHooks(NamedTuple):
     """What the stage wants to be told. None of them may raise on its own account.
 
     Attributes:
-        lowered: (module, names) after a lowering; `names` are the function names
-            of the jit itself and of every jit inside it, in program order.
+        lowered: (lowering, names) after a lowering; `lowering.stablehlo()` is the
+            module, `names` are the function names of the jit itself and of every
+            jit inside it, in program order.
         refined: (old, new) when a module of symbolic shapes becomes one of static
             shapes.
         compile: (compile, module, devices) in place of a compile; returns what
             `compile(module)` returns.
     """
 
-    lowered: Callable[[Any, Sequence[str]], None]
+    lowered: Callable[[Any, Iterator[str]], None]
     refined: Callable[[Any, Any], None]
     compile: Callable[[Callable[[Any], Any], Any, Any], Any]
 
@@ -89,6 +95,8 @@ def seam_problem() -> str | None:
                 f"{place.replace(':', '.')} of jax {jax.__version__} takes "
                 f"{', '.join(found)}; expected {', '.join(expected)}"
             )
+    if not hasattr(jax.jit(seam_problem), _CACHE_MISS):
+        return f"what jax.jit of jax {jax.__version__} returns has no {_CACHE_MISS}"
     return None
 
 
@@ -123,8 +131,8 @@ def _wrap_lower(original: Callable) -> Callable:
     def lower(closed_jaxpr, api_name, fun_name, *args, **kwargs):
         lowering = original(closed_jaxpr, api_name, fun_name, *args, **kwargs)
         if _hooks is not None:
-            names = [fun_name, *nested_jit_names(closed_jaxpr)]
-            _hooks.lowered(lowering.stablehlo(), names)
+            names = itertools.chain([fun_name], nested_jit_names(closed_jaxpr))
+            _hooks.lowered(lowering, names)
         return lowering
 
     return lower
@@ -157,10 +165,10 @@ def nested_jit_names(jaxpr: Any) -> Iterator[str]:
 
     Each inner jaxpr is looked at once, however often it is called.
     """
-    subjaxprs = _get(_SUBJAXPRS)
     seen = {id(jaxpr)}
 
     def visit(inner: Any) -> Iterator[str]:
+        subjaxprs = _get(_SUBJAXPRS)
         for eqn in inner.eqns:
             if not eqn.params:
                 continue
@@ -178,6 +186,17 @@ def nested_jit_names(jaxpr: Any) -> Iterator[str]:
 def fun_name(fun: Callable) -> str:
     """The name under which `jax.jit(fun)` shows up in profiles and modules."""
     return _get(_FUN_NAME)(fun)
+
+
+def keep_alive(jitted: Any, referent: Any) -> None:
+    """Have a jitted function, and every copy of it, keep an object alive."""
+    # Attributes of the jitted function itself are lost in a copy or a pickle.
+    getattr(jitted, _CACHE_MISS).__dict__["_hlo_tools_referent"] = referent
+
+
+def outside_any_trace() -> contextlib.AbstractContextManager[None]:
+    """Leaves the trace in progress, if any, for the body of a `with`."""
+    return _get(_EVAL)()
 
 
 def hide_from_tracebacks(path: str) -> None:

@@ -73,12 +73,14 @@ _ELEMENTWISE_ATTRIBUTES = frozenset(
 )
 _ATTRIBUTES = {
     "stablehlo.broadcast_in_dim": frozenset({"broadcast_dimensions"}),
+    "stablehlo.concatenate": frozenset({"dimension"}),
     "stablehlo.constant": frozenset({"value"}),
     "stablehlo.dot_general": frozenset(
         {"dot_dimension_numbers", "precision_config", "algorithm"}
     ),
     "stablehlo.iota": frozenset({"iota_dimension"}),
     "stablehlo.reshape": frozenset(),
+    "stablehlo.slice": frozenset({"start_indices", "limit_indices", "strides"}),
     "stablehlo.transpose": frozenset({"permutation"}),
 }
 # How many attributes an operation has at least (0 if not listed): with no more than
@@ -309,11 +311,16 @@ class Rewriter:
         return op.results[0]
 
     def with_operands(
-        self, op: ir.Operation, operands: Sequence[ir.Value], shape: Sequence[int]
+        self,
+        op: ir.Operation,
+        operands: Sequence[ir.Value],
+        shape: Sequence[int],
+        changed: Mapping[str, ir.Attribute] | None = None,
     ) -> ir.Value:
-        """Makes `op` once more, with other operands and another shape."""
+        """Makes `op` once more: other operands, shape, and `changed` attributes."""
         kind = tensor_type(shape, element_type(op.results[0]))
         attributes = {name: op.attributes[name] for name in op.attributes.keys()}
+        attributes.update(changed or {})
         return self.create(op.name, operands, kind, attributes, op.location)
 
     def splat(self, number: Any, shape: Sequence[int], element: ir.Type) -> ir.Value:

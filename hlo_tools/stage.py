@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from hlo_tools import _jax, stage_compile, stage_marks
 from hlo_tools.report import RewriteReport
@@ -95,9 +95,9 @@ def jit(
     if config is None or not _is_jittable(fun):
         jitted = jax.jit(fun, **jax_jit_kwargs)  # says what is wrong with `fun`
         return _with_reports(jitted, fun, None)
-    stage_compile.ensure_seam()
-    stand_in = stage_marks.marked(fun, config)
+    stand_in = stand_in_for(fun, config)
     jitted = jax.jit(stand_in, **jax_jit_kwargs)
+    _jax.keep_alive(jitted, fun)
     _describe_as(jitted, fun)
     return _with_reports(jitted, fun, stand_in.mark)
 
@@ -155,6 +155,14 @@ def _check_options(*, passes: str, exactness: str, verify: bool) -> StageConfig 
     return StageConfig(passes, exactness, bool(verify))
 
 
+def stand_in_for(fun: Callable, config: StageConfig) -> Any:
+    """What to give to `jax.jit` for `fun`; `fun` itself where the stage is off."""
+    if _problem is not None or is_off():
+        return fun
+    stage_compile.ensure_seam()
+    return stage_marks.marked(fun, config)
+
+
 def _is_jittable(fun: Any) -> bool:
     """Whether `jax.jit` takes `fun`; what it refuses is handed to it as it is."""
     if not callable(fun) or inspect.isgeneratorfunction(fun):
@@ -180,7 +188,7 @@ def _describe_as(jitted: Any, fun: Callable) -> None:
 
 
 class _Reports:
-    """`report` and `reports` of a jitted function, which it also keeps alive."""
+    """`report` and `reports` of a jitted function."""
 
     def __init__(self, fun: Callable, mark: stage_marks.Mark | None):
         self.fun, self.mark = fun, mark
@@ -190,7 +198,7 @@ class _Reports:
         reports = self.reports()
         if reports:
             return reports[-1]
-        versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+        versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
         name = f"jit_{_jax.fun_name(self.fun)}"
         return RewriteReport(name, versions=versions, notes=[self._why_none()])
 

@@ -94,9 +94,7 @@ def ensure_seam() -> None:
     """Put the stage's hooks into JAX, once for the whole process."""
     for path in (__file__, stage_marks.__file__, _jax.__file__):
         _hidden_once(path)
-    _jax.install_seam(
-        _jax.SeamHooks(stage_marks.remember, stage_marks.copy_marks, _compile)
-    )
+    _jax.install_seam(_jax.SeamHooks(_lowered, stage_marks.copy_marks, _compile))
 
 
 _hidden: set[str] = set()
@@ -108,13 +106,21 @@ def _hidden_once(path: str) -> None:
         _jax.hide_from_tracebacks(path)
 
 
+def _lowered(lowering: Any, names: Iterator[str]) -> None:
+    try:
+        stage_marks.remember(lowering.stablehlo(), names)
+    except Exception as error:
+        _warn_once(f"a program can not be searched for functions: {_line(error)}")
+
+
 def _compile(compile_module: Callable[[Any], Any], module: ir.Module, devices: Any):
     """Compile a module, rewritten if somebody asked for that."""
     marks, installation = stage_marks.marks_of(module), _installed
     # A rewrite that runs code to check itself must not be rewritten in turn.
     if not (marks or installation) or _here.busy or is_off():
         return compile_module(module)
-    config = marks[0].config if marks else installation.config
+    config = marks[0].config if marks else installation and installation.config
+    assert config is not None
     rewritten, report = _rewrite(module, devices, config)
     report.notes += _conflicts(marks)
     try:
@@ -126,12 +132,12 @@ def _compile(compile_module: Callable[[Any], Any], module: ir.Module, devices: A
 def _rewrite(
     module: ir.Module, devices: Any, config: StageConfig
 ) -> tuple[ir.Module, RewriteReport]:
-    from hlo_tools import driver
-    from hlo_tools.targets import Target
-
     kind = "unknown"
     _here.busy = True
     try:
+        from hlo_tools import driver
+        from hlo_tools.targets import Target
+
         flat = np.asarray(devices).ravel().tolist()
         kind = flat[0].device_kind
         with _neutral_settings():
@@ -177,7 +183,9 @@ def _neutral_settings() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for manager in (
-            jax.ensure_compile_time_eval(),
+            # not jax.ensure_compile_time_eval, which folds constants into Pallas'
+            # index maps
+            _jax.outside_any_trace(),
             jax.disable_jit(False),
             jax.default_matmul_precision(None),
             jax.numpy_dtype_promotion("standard"),

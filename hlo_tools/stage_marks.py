@@ -77,13 +77,13 @@ class MarkedFunction:
     It is equal to another stand-in of an equal function with an equal config, as
     JAX's trace cache is keyed by that. It refers to the function weakly, so that
     the table of stand-ins keeps no function alive; what `jax.jit` returned for it
-    keeps the function.
+    does (`_jax.keep_alive`).
     """
 
     __slots__ = ("__name__", "__weakref__", "_function", "_hash", "mark")
 
     def __init__(self, function: Callable, mark: Mark):
-        self._function = weakref.ref(function)
+        self._function: Callable[[], Any] = weakref.ref(function)
         try:
             self._hash: int | None = hash(function)
         except TypeError:
@@ -114,7 +114,9 @@ class MarkedFunction:
         return repr(self._function())
 
     def __reduce__(self):
-        return marked, (self._function(), self.mark.config)
+        from hlo_tools.stage import stand_in_for  # it knows whether to use the stage
+
+        return stand_in_for, (self._function(), self.mark.config)
 
 
 # id of a function -> (the function, weakly; config -> stand-in). One stand-in for
@@ -166,7 +168,7 @@ def copy_marks(old: Any, new: Any) -> None:
     found = marks_of(old)
     if found and old is not new:
         with _marks_lock:
-            _marks[new] = found
+            _marks[new] = tuple(found)
 
 
 def marks_of(module: Any) -> Sequence[Mark]:

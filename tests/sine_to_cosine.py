@@ -4,12 +4,18 @@ Tests of the stage put it in the place of `hlo_tools.driver.transform`, so that
 "the stage fired" is a matter of numbers.
 """
 
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from hlo_tools import driver
+import hlo_tools
+from hlo_tools import driver, stage_compile
 from hlo_tools.report import RewriteReport, SiteReport
-from hlo_tools.stage_compile import module_name
 
 
 def transform(module, target, config):
@@ -22,7 +28,7 @@ def transform(module, target, config):
         with ir.InsertionPoint(op), op.location:
             op.results[0].replace_all_uses_with(stablehlo.cosine(op.operands[0]))
         op.erase()
-    report = RewriteReport(module_name(module), target.spec.name)
+    report = RewriteReport(stage_compile.module_name(module), target.spec.name)
     report.sites = [
         SiteReport(f"sine.{i}", "sine", status="bound", implementation="cosine")
         for i in range(len(sines))
@@ -42,3 +48,34 @@ def inject(monkeypatch=None):
         driver.transform = transform
     else:
         monkeypatch.setattr(driver, "transform", transform)
+
+
+staged = functools.partial(hlo_tools.jit, passes="")
+
+
+@contextlib.contextmanager
+def clean_stage(monkeypatch):
+    """The visible transform in the body, and nothing of one test in the next."""
+    inject(monkeypatch)
+    stage_compile._warned.clear()
+    jax.clear_caches()
+    yield
+    hlo_tools.uninstall()
+    jax.clear_caches()
+
+
+def sine():
+    """A new function every time, so that no test finds another's traces."""
+
+    def sine(x):
+        return jnp.sin(x)
+
+    return sine
+
+
+def assert_cosine(got, x):
+    np.testing.assert_allclose(got, jnp.cos(x), rtol=1e-6)
+
+
+def assert_sine(got, x):
+    np.testing.assert_allclose(got, jnp.sin(x), rtol=1e-6)

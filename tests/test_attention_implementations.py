@@ -20,7 +20,7 @@ from hlo_tools.composites import (
     modified_scores,
 )
 from hlo_tools.targets import Target
-from pallas_kernels.attention import online
+from pallas_kernels.attention import online, rows
 
 CPU = Target.parse("cpu")
 ATOL = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4}
@@ -242,3 +242,26 @@ def test_online_in_small_blocks(name: str) -> None:
     site = Site.make(seed_of(name), **SITES[name])
     blocks = small(site.spec)
     site.check(lambda *a: online.online_attention(site.spec, blocks, True, *a))
+
+
+ROW_BLOCKS = {
+    "one": rows.RowBlocks(2, 2, 64, 1),
+    "several": rows.RowBlocks(1, 1, 16, 1),
+    "grouped": rows.RowBlocks(1, 2, 8, 3),
+}
+
+
+@pytest.mark.parametrize("blocks", ROW_BLOCKS)
+@pytest.mark.parametrize("name", SITES)
+def test_rows(name: str, blocks: str) -> None:
+    site = Site.make(seed_of(name), **SITES[name])
+    spec, wanted = site.spec, ROW_BLOCKS[blocks]
+    if not spec.named or not spec.masks_are_negligible:
+        pytest.skip("not by rows")
+    fitted = wanted._replace(
+        batch=min(wanted.batch, spec.batch),
+        kv_heads=wanted.kv_heads if spec.kv_heads % wanted.kv_heads == 0 else 1,
+        queries=min(wanted.queries, spec.q_len),
+        groups=min(wanted.groups, spec.q_len),
+    )
+    site.check(lambda *a: rows.row_attention(spec, fitted, *a))

@@ -16,6 +16,7 @@ from both_jits import JITS, counted, mesh
 from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+pytestmark = pytest.mark.smoke
 P = PartitionSpec
 
 

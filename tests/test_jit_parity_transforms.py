@@ -11,6 +11,7 @@ from jax.experimental import checkify, jet, sparse
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 
+pytestmark = pytest.mark.smoke
 P = PartitionSpec
 
 

@@ -1,16 +1,11 @@
-"""Where the stage fires, where it must not, what it reports, and how it fails."""
+"""Where the stage fires, where it must not, and what it reports."""
 
-import concurrent.futures
+import copy
 import functools
 import gc
-import os
-import subprocess
-import sys
-import textwrap
+import pickle
 import threading
-import warnings
 import weakref
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,47 +15,24 @@ import sine_to_cosine
 from jax.experimental import checkify, topologies
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sine_to_cosine import assert_cosine, assert_sine, sine, staged
 
 import hlo_tools
-from hlo_tools import _jax, driver, stage, stage_compile
+from hlo_tools import driver
 from hlo_tools.errors import HloToolsError, PassSpecError, UnknownNameError
-from hlo_tools.report import RewriteReport
 
-TESTS = Path(__file__).parent
-staged = functools.partial(hlo_tools.jit, passes="")
+pytestmark = pytest.mark.smoke
 
 
 @pytest.fixture(autouse=True)
-def clean_stage(monkeypatch):
-    """The visible transform, and nothing of one test in the next."""
-    sine_to_cosine.inject(monkeypatch)
-    stage_compile._warned.clear()
-    jax.clear_caches()
-    yield
-    hlo_tools.uninstall()
-    jax.clear_caches()
+def clean(monkeypatch):
+    with sine_to_cosine.clean_stage(monkeypatch):
+        yield
 
 
 @pytest.fixture
 def x():
     return jnp.linspace(0.1, 1.0, 8)
-
-
-def assert_cosine(got, x):
-    np.testing.assert_allclose(got, jnp.cos(x), rtol=1e-6)
-
-
-def assert_sine(got, x):
-    np.testing.assert_allclose(got, jnp.sin(x), rtol=1e-6)
-
-
-def sine():
-    """A new function every time, so that no test finds another's traces."""
-
-    def sine(x):
-        return jnp.sin(x)
-
-    return sine
 
 
 # ---- where it fires
@@ -292,95 +264,6 @@ def test_compile_only_target(monkeypatch, x):
     assert [(t.platform, t.num_devices) for t in targets] == [("tpu", 4)]
 
 
-# ---- install, uninstall, HLO_TOOLS
-
-
-def test_install_treats_every_jit(x):
-    with hlo_tools.install(passes="") as installed:
-        assert_cosine(jax.jit(sine())(x), jnp.asarray(x))
-        assert any(r.module == "jit_sine" for r in installed.reports())
-    assert_sine(jax.jit(sine())(x), x)
-
-
-def test_install_is_idempotent_and_uninstall_ends_all(x):
-    first = hlo_tools.install(passes="")
-    second = hlo_tools.install(passes="", exactness="bitwise")
-    assert_cosine(jax.jit(sine())(x), x)
-    assert not first.reports()
-    assert second.reports()
-    hlo_tools.uninstall()
-    hlo_tools.uninstall()
-    assert_sine(jax.jit(sine())(x), x)
-
-
-def test_nested_install_restores_what_was_before(monkeypatch, x):
-    seen = []
-    monkeypatch.setattr(driver, "transform", recording(seen))
-    with hlo_tools.install(passes=""):
-        with hlo_tools.install(passes="", exactness="bitwise"):
-            jax.jit(sine())(x)
-        jax.jit(sine())(x)
-    jax.jit(sine())(x)
-    assert [c.exactness for c in seen] == ["bitwise", "reassociating"]
-
-
-def recording(seen, names=("jit_sine",)):
-    def transform(module, target, config):
-        if stage_compile.module_name(module) in names:
-            seen.append(config)
-        return sine_to_cosine.transform(module, target, config)
-
-    return transform
-
-
-def test_compiled_functions_keep_their_program(x):
-    f = jax.jit(sine())
-    assert_sine(f(x), x)
-    with hlo_tools.install(passes=""):
-        assert_sine(f(x), x)
-        jax.clear_caches()
-        assert_cosine(f(x), x)
-    assert_cosine(f(x), x)
-    jax.clear_caches()
-    assert_sine(f(x), x)
-
-
-def test_install_hands_out_reports(x):
-    got = []
-    with hlo_tools.install(passes="", report=got.append) as installed:
-        jax.jit(sine())(x)
-    assert got == installed.reports()
-    assert got[-1].with_status("bound")
-
-
-def test_decorated_settings_win_over_installed_ones(monkeypatch, x):
-    seen = []
-    monkeypatch.setattr(driver, "transform", recording(seen))
-    f = staged(sine(), exactness="bitwise")
-    with hlo_tools.install(passes="", verify=True) as installed:
-        f(x)
-        assert f.report() in installed.reports()
-    assert seen == [stage.StageConfig("", "bitwise", False)]
-
-
-@pytest.mark.parametrize("value", ["off", "OFF", "0", "false", "no"])
-def test_environment_switches_it_off(value, monkeypatch, x):
-    compiled_late = staged(sine())
-    monkeypatch.setenv("HLO_TOOLS", value)
-    f = hlo_tools.jit(sine(), passes="no-such-pass")
-    assert_sine(f(x), x)
-    assert_sine(compiled_late(x), x)
-    with hlo_tools.install(passes="") as installed:
-        assert_sine(jax.jit(sine())(x), x)
-    assert not installed.reports()
-    assert "HLO_TOOLS" in f.report().notes[0]
-    assert "HLO_TOOLS" in compiled_late.report().notes[0]
-    assert f.reports() == []
-    monkeypatch.setenv("HLO_TOOLS", "on")
-    jax.clear_caches()
-    assert_cosine(compiled_late(x), x)
-
-
 # ---- options and reports
 
 
@@ -469,189 +352,19 @@ def test_nothing_is_kept_alive(x):
     assert payload is not None
 
 
-# ---- failures
+def module_level_sine(x):
+    return jnp.sin(x)
 
 
-def failing(module, target, config):
-    raise ValueError("as told\nsecond line")
-
-
-def test_a_failing_transform_leaves_the_program_as_written(monkeypatch, x):
-    monkeypatch.setattr(driver, "transform", failing)
-    f = staged(sine())
-    with pytest.warns(RuntimeWarning, match="jit_sine.*ValueError: as told$"):
-        assert_sine(f(x), x)
-    assert "ValueError: as told" in f.report().notes[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_sine(f(x[:3]), x[:3])  # said once
-    assert len(f.reports()) == 2
-
-
-def refused_by_xla(module, target, config):
-    copy, report = sine_to_cosine.transform(module, target, config)
-    text = str(copy).replace(
-        "stablehlo.cosine %arg0 :", "stablehlo.custom_call @no_such_target(%arg0) :"
-    )
-    text = text.replace(
-        "(%arg0) : tensor<8xf32>", "(%arg0) : (tensor<8xf32>) -> tensor<8xf32>"
-    )
-    with module.context:
-        return type(module).parse(text), report
-
-
-def test_a_program_that_xla_refuses_is_compiled_as_written(monkeypatch, x):
-    monkeypatch.setattr(driver, "transform", refused_by_xla)
-    f = staged(sine())
-    with pytest.warns(RuntimeWarning, match="XLA refused"):
-        assert_sine(f(x), x)
-    (site,) = f.report().sites
-    assert site.status == "failed"
-    assert site.implementation is None
-    assert "no_such_target" in f.report().notes[0]
-
-
-def test_the_user_s_compile_error_is_their_own(x):
-    def f(x):
-        return jax.ffi.ffi_call("no_such_target", x)(x) + jnp.sin(x)
-
-    errors = []
-    for jitted in (jax.jit(f), staged(f)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(Exception, match="no_such_target") as error:
-                jitted(x)
-        assert error.value.__context__ is None
-        errors.append((type(error.value), str(error.value)))
-    assert errors[0] == errors[1]
-
-
-def test_a_failing_report_callback_is_a_warning(x):
-    def callback(report):
-        raise KeyError("as told")
-
-    with pytest.warns(RuntimeWarning, match="KeyError"):
-        with hlo_tools.install(passes="", report=callback):
-            assert_cosine(jax.jit(sine())(x), x)
-
-
-def test_a_transform_may_run_code_of_its_own(monkeypatch, x):
-    depth = []
-
-    def transform(module, target, config):
-        depth.append(module)
-        value = jax.jit(lambda x: jnp.sin(x) + 0 * jnp.cos(x))(jnp.zeros(3))
-        assert not isinstance(value, jax.core.Tracer)
-        np.testing.assert_array_equal(value, 0)  # it is not treated itself
-        return sine_to_cosine.transform(module, target, config)
-
-    monkeypatch.setattr(driver, "transform", transform)
-    f = staged(sine())
-    mesh = jax.make_mesh((2,), ("i",), devices=jax.devices()[:2])
-    ones = jnp.ones(5)
-
-    def outer(x):
-        f.lower(x).compile()
-        with jax.ensure_compile_time_eval():
-            f(ones)
-        return f(x)
-
-    with (
-        jax.numpy_dtype_promotion("strict"),
-        jax.transfer_guard_host_to_device("disallow"),
-        jax.checking_leaks(),
-        jax.set_mesh(mesh),
-    ):
-        got = jax.jit(outer)(x)
-    assert_cosine(got, x)
-    assert len(depth) == 3
-    assert not [n for r in f.reports() for n in r.notes]
-
-
-def test_compiles_in_several_threads(x):
-    functions = [staged(sine()) for _ in range(8)]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for out in pool.map(lambda f: f(x), functions):
-            assert_cosine(out, x)
-        for out in pool.map(functions[0], [x[:n] for n in range(1, 8)]):
-            assert_cosine(out, x[: out.size])
-    assert all(f.report().with_status("bound") for f in functions)
-    assert len(functions[0].reports()) == 8
-
-
-# ---- the seam
-
-
-def python(code, **environment):
-    """Runs code in a new process, with this folder on its path."""
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment},
-        timeout=280,
-    )
-
-
-LACKING = {
-    "compile": """
-        import jax._src.compiler as c
-        del c.compile_or_get_cached
-        """,
-    "lower": """
-        import jax._src.interpreters.pxla as p
-        p.lower_sharding_computation = lambda jaxpr, **kwargs: None
-        """,
-    "old": "jax.__version_info__ = (0, 11, 1)",
-    "new": "jax.__version_info__ = (0, 13, 0)",
-}
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", LACKING)
-def test_a_jax_without_the_seam_gives_plain_jit_and_one_warning(name):
-    done = python(
-        "import jax\n"
-        + textwrap.dedent(LACKING[name])
-        + textwrap.dedent("""
-        import jax, warnings, hlo_tools
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            f = hlo_tools.jit(lambda x: x + 1, passes="anything")
-            g = hlo_tools.jit(passes="anything", static_argnums=0)(lambda x: x)
-            with hlo_tools.install() as installed:
-                pass
-        print(len(caught), caught[0].category.__name__, "hlo_tools.jit is plain" in
-              str(caught[0].message))
-        print(type(f) is type(jax.jit(lambda x: x)), f._fun.__name__)
-        print("does not work with this JAX" in f.report().notes[0], installed.reports())
-        """)
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "1 RuntimeWarning True",
-        "True <lambda>",
-        "True []",
-    ]
-
-
-@pytest.mark.smoke
-def test_the_seam_is_there():
-    assert _jax.seam_problem() is None
-
-
-def test_importing_and_decorating_touches_no_backend():
-    done = python("""
-        import jax, hlo_tools
-        hlo_tools.jit(lambda x: x, passes="")
-        with hlo_tools.install(passes=""):
-            pass
-        from jax._src import xla_bridge
-        print(xla_bridge.backends_are_initialized())
-        """)
-    assert done.stdout == "False\n", done.stderr
-
-
-def test_report_like_objects_are_reports(x):
-    assert isinstance(staged(sine()).report(), RewriteReport)
+def test_copies_and_pickles_work_on_their_own(monkeypatch, x):
+    original = staged(sine())
+    copied = copy.copy(original)
+    del original
+    gc.collect()
+    assert_cosine(copied(x), x)
+    stand_in = staged(module_level_sine)._fun
+    assert pickle.loads(pickle.dumps(stand_in)) is stand_in
+    name = pickle.loads(pickle.dumps(stand_in.__name__))
+    assert (name, name.mark.config) == ("module_level_sine", stand_in.mark.config)
+    monkeypatch.setenv("HLO_TOOLS", "off")
+    assert pickle.loads(pickle.dumps(stand_in)) is module_level_sine

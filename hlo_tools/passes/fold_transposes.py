@@ -15,8 +15,14 @@ from typing import Any, ClassVar
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
+from hlo_tools.passes.transpose_plans import (
+    MAX_TREE,
+    THROUGH,
+    TRANSPOSE,
+    Plan,
+    Planner,
+)
 from hlo_tools.rewriting import (
-    ELEMENTWISE,
     Match,
     Rewriter,
     element_type,
@@ -29,116 +35,8 @@ from hlo_tools.rewriting import (
     rewrite,
     shape_of,
     single_user,
-    splat_attribute,
     tensor_type,
 )
-
-_TRANSPOSE = "stablehlo.transpose"
-# Bounds the search above one transpose; real chains are a handful of operations.
-_MAX_TREE = 64
-# The cost of what can not be done.
-_NEVER = 1_000_000
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How to make a permuted copy of a value.
-
-    Attributes:
-      cost: how many transposes there are more (or, negative, fewer) afterwards.
-      build: makes the value.
-    """
-
-    cost: int
-    build: Callable[[Rewriter], ir.Value]
-
-
-class _Planner:
-    """Plans permuted copies of the values above one operation.
-
-    Args:
-      root: the operation in front of which they would be made.
-    """
-
-    def __init__(self, root: ir.Operation):
-        self.block = root.block
-        self.fuel = _MAX_TREE
-
-    def plan(self, value: ir.Value, perm: tuple[int, ...]) -> _Plan:
-        """Returns the cheapest way to make transpose(value, perm)."""
-        if is_identity(perm):
-            return _Plan(0, lambda rewriter: value)
-        if shape_of(value) is None:
-            return _Plan(_NEVER, lambda rewriter: value)
-        self.fuel -= 1
-        op = producer(value)
-        if op is not None and self.fuel > 0 and is_plain(op):
-            if op.name == _TRANSPOSE:
-                return self._compose(op, perm)
-            if op.name == "stablehlo.broadcast_in_dim":
-                return self._broadcast(op, perm)
-            if op.name in ("stablehlo.constant", "stablehlo.iota"):
-                if (found := _permuted_source(op, perm)) is not None:
-                    return found
-            if op.name in ELEMENTWISE and op.block == self.block:
-                if single_user(value) is not None:
-                    return self.elementwise(op, perm)
-        return _Plan(1, lambda rewriter: rewriter.transpose(value, perm))
-
-    def _compose(self, op: ir.Operation, perm: tuple[int, ...]) -> _Plan:
-        source = op.operands[0]
-        both = permuted(int_list(op, "permutation"), perm)
-        dies = -1 if single_user(op.results[0]) is not None else 0
-        if is_identity(both):
-            return _Plan(dies, lambda rewriter: source)
-        return _Plan(1 + dies, lambda rewriter: rewriter.transpose(source, both))
-
-    def _broadcast(self, op: ir.Operation, perm: tuple[int, ...]) -> _Plan:
-        source = op.operands[0]
-        where = inverse(perm)
-        dims = [where[d] for d in int_list(op, "broadcast_dimensions")]
-        # XLA wants broadcast dimensions in order: sort them in the (smaller) source.
-        order = tuple(sorted(range(len(dims)), key=dims.__getitem__))
-        inner = self.plan(source, order)
-        shape = permuted(op.results[0].type.shape, perm)
-
-        def build(rewriter: Rewriter) -> ir.Value:
-            return rewriter.broadcast(inner.build(rewriter), shape, sorted(dims))
-
-        return _Plan(inner.cost, build)
-
-    def elementwise(self, op: ir.Operation, perm: tuple[int, ...]) -> _Plan:
-        operands = list(op.operands)
-        shape = permuted(op.results[0].type.shape, perm)
-        plans: dict[ir.Value, _Plan] = {}
-        for value in operands:
-            if value not in plans:
-                plans[value] = self.operand(value, perm)
-
-        def build(rewriter: Rewriter) -> ir.Value:
-            made = {value: plan.build(rewriter) for value, plan in plans.items()}
-            return rewriter.with_operands(op, [made[v] for v in operands], shape)
-
-        return _Plan(sum(plan.cost for plan in plans.values()), build)
-
-    def operand(self, value: ir.Value, perm: tuple[int, ...]) -> _Plan:
-        """Plans an operand of an elementwise operation; scalars stay scalars."""
-        if len(value.type.shape) == 0:
-            return _Plan(0, lambda rewriter: value)
-        return self.plan(value, perm)
-
-
-def _permuted_source(op: ir.Operation, perm: tuple[int, ...]) -> _Plan | None:
-    """Plans a permuted iota or splat constant: no transpose at all."""
-    result = op.results[0]
-    shape, element = permuted(result.type.shape, perm), element_type(result)
-    if op.name == "stablehlo.iota":
-        dim = perm.index(op.attributes["iota_dimension"].value)
-        return _Plan(0, lambda rewriter: rewriter.iota(shape, element, dim))
-    number = splat_attribute(result)
-    if number is None:
-        return None
-    return _Plan(0, lambda rewriter: rewriter.splat(number, shape, element))
 
 
 def hoist_transpose(op: ir.Operation) -> Match | str | None:
@@ -150,9 +48,9 @@ def hoist_transpose(op: ir.Operation) -> Match | str | None:
     perm = int_list(op, "permutation")
     source = op.operands[0]
     above = producer(source)
-    plan = _Planner(op).plan(source, perm)
+    plan = Planner(op).plan(source, perm)
     saved = 1 - plan.cost
-    direct = above is not None and above.name == _TRANSPOSE and is_plain(above)
+    direct = above is not None and above.name == TRANSPOSE and is_plain(above)
     if is_identity(perm) or saved > 0 or (saved == 0 and direct):
         return Match(op, plan.build)
     if saved == 0 and above is not None and _widens(above):
@@ -171,7 +69,7 @@ def _widens(op: ir.Operation) -> bool:
 def sink_transpose(op: ir.Operation) -> Match | str | None:
     """Puts one transpose after an elementwise op instead of several before it."""
     below = single_user(op.results[0])
-    if below is None or below.name not in ELEMENTWISE or below.block != op.block:
+    if below is None or below.name not in THROUGH or below.block != op.block:
         return None
     if len(below.operands) < 2 or shape_of(below.results[0]) is None:
         return None
@@ -179,7 +77,7 @@ def sink_transpose(op: ir.Operation) -> Match | str | None:
         return "the transpose or its user has attributes that would be lost"
     perm = int_list(op, "permutation")
     back = inverse(perm)
-    plan = _Planner(below).elementwise(below, back)
+    plan = Planner(below).through(below, back)
     if plan.cost + 1 >= 0:
         return None
     return Match(below, lambda rw: rw.transpose(plan.build(rw), perm))
@@ -252,9 +150,9 @@ def _leaf_permutation(
     fuel[0] -= 1
     if op is None or not is_plain(op):
         return None
-    if op.name == _TRANSPOSE:
+    if op.name == TRANSPOSE:
         return int_list(op, "permutation")
-    if op.name not in ELEMENTWISE or op.block != block or fuel[0] < 0:
+    if op.name not in THROUGH or op.block != block or fuel[0] < 0:
         return None
     if single_user(value) is None:
         return None
@@ -271,7 +169,7 @@ def fold_into_dot(op: ir.Operation) -> Match | str | None:
     sides = list(op.operands)
     if sides[0] == sides[1]:
         return None  # one value on both sides: both would have to change alike
-    perms = [_leaf_permutation(value, op.block, [_MAX_TREE]) for value in sides]
+    perms = [_leaf_permutation(value, op.block, [MAX_TREE]) for value in sides]
     if perms == [None, None]:
         return None
     if not is_plain(op):
@@ -280,7 +178,7 @@ def fold_into_dot(op: ir.Operation) -> Match | str | None:
         return "dynamic or quantized shape"
     dot = _Dot.read(op)
     below = single_user(op.results[0])
-    absorbs = below is not None and below.name == _TRANSPOSE and is_plain(below)
+    absorbs = below is not None and below.name == TRANSPOSE and is_plain(below)
     choices = [perms, [perms[0], None], [None, perms[1]]]
     best = None
     for choice in choices if None not in perms else [perms]:
@@ -297,10 +195,10 @@ def _dot_choice(
 ) -> tuple[int, Callable[[Rewriter], ir.Value]] | None:
     """Returns (cost, build) of a dot_general without these transposes, if allowed."""
     new, order = dot.absorb(perms)
-    planner = _Planner(op)
+    planner = Planner(op)
     sides = list(op.operands)
     plans = [
-        _Plan(0, lambda rewriter, value=value: value)
+        Plan(0, lambda rewriter, value=value: value)
         if perm is None
         else planner.plan(value, inverse(perm))
         for value, perm in zip(sides, perms, strict=True)
@@ -308,7 +206,7 @@ def _dot_choice(
     cost = sum(plan.cost for plan in plans)
     reordered = not is_identity(order)
     direct = all(
-        perm is None or producer(value, _TRANSPOSE) is not None
+        perm is None or producer(value, TRANSPOSE) is not None
         for value, perm in zip(sides, perms, strict=True)
     )
     if reordered and not absorbs:
@@ -363,7 +261,7 @@ def reorder_batch(op: ir.Operation) -> Match | str | None:
 
 
 PATTERNS = {
-    _TRANSPOSE: (hoist_transpose, reorder_batch, sink_transpose),
+    TRANSPOSE: (hoist_transpose, reorder_batch, sink_transpose),
     "stablehlo.dot_general": (fold_into_dot,),
 }
 

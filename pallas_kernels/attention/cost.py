@@ -12,3 +12,11 @@ def cudnn_seconds(*a):
 
 def naive_temp_bytes(*a):
     return 0
+
+
+def rows_seconds(*a):
+    return 1.0
+
+
+def tpu_flash_seconds(*a):
+    return 0.5

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from hlo_tools.composites import (
     modified_scores,
 )
 from hlo_tools.targets import Target
-from pallas_kernels.attention import cost
+from pallas_kernels.attention import cost, rows, tiles
 
 # Measured by benchmarks/online_attention_cpu.py --sweep; see its results file.
 CPU_ROWS = 256  # of a tile: queries times the heads that share a key
@@ -74,10 +74,10 @@ def choose_blocks(spec: AttentionSpec, target: Target) -> Blocks:
     # Few rows, as in decoding: longer key blocks, for as many scores in a tile.
     keys = _even_block(spec.k_len, longest * max(CPU_ROWS // rows, 1))
     pairs = max(CPU_TILE // (rows * keys), 1)
-    kv_heads = _largest_divisor(spec.kv_heads, pairs)
+    kv_heads = tiles.largest_divisor(spec.kv_heads, pairs)
     batch = 1
     if kv_heads == spec.kv_heads:
-        batch = _largest_divisor(spec.batch, pairs // kv_heads)
+        batch = tiles.largest_divisor(spec.batch, pairs // kv_heads)
     return Blocks(batch, kv_heads, queries, keys)
 
 
@@ -89,10 +89,6 @@ def _even_block(length: int, limit: int) -> int:
     if length % limit == 0:
         return limit
     return min(-(-length // parts // 16) * 16, limit)
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(d for d in range(1, min(number, max(limit, 1)) + 1) if number % d == 0)
 
 
 def online_attention(
@@ -130,13 +126,13 @@ def online_attention(
     def query_block(index, out):
         at = b, h, t = starts(index)
         size = (blocks.batch, blocks.queries, blocks.kv_heads, *q.shape[3:])
-        tile = _slice(q, (b, t, h, 0, 0), size).astype(score_operand)
+        tile = tiles.slice_tile(q, (b, t, h, 0, 0), size).astype(score_operand)
         if q_scale != 1.0:
             tile = tile * jnp.asarray(q_scale, score_operand)
         tile = jnp.transpose(tile, (0, 2, 3, 1, 4))  # [b,K,G,t,D]
         result = run(tile, k, values, sides, at)  # [b,K,G,t,Dv]
         result = jnp.transpose(result, (0, 3, 1, 2, 4)).astype(out.dtype)
-        return _update(out, result, (b, t, h, 0, 0))
+        return tiles.update_tile(out, result, (b, t, h, 0, 0))
 
     # full_like keeps what shard_map knows about q
     out = lax.full_like(q, 0, spec.out_dtype, (*q.shape[:4], spec.value_dim))
@@ -169,7 +165,7 @@ class _Grid:
         self.last = spec.q_len - blocks.queries
 
     def __call__(self, index) -> tuple[jax.Array, jax.Array, jax.Array]:
-        index = lax.convert_element_type(index, jnp.int32)
+        index = tiles.as_int32(index)
         rest, t = lax.div(index, self.queries), lax.rem(index, self.queries)
         # The last query block may overlap the one before it: rows computed twice
         # get the same values twice.
@@ -270,16 +266,16 @@ class _QueryBlock:
     def _key_block(self, edge, q, k, v, sides, at, lead, index, carry):
         """One step of the online softmax, on q [pairs,rows,D]."""
         spec, keys, dtype = self.spec, self.blocks.keys, self.spec.compute_dtype
-        (b, h, t), (pairs, rows, depth) = at, q.shape
+        (b, h, t), (pairs, n, depth) = at, q.shape
         top, total, acc = carry
-        start = s = lax.convert_element_type(index, jnp.int32) * keys
+        start = s = tiles.as_int32(index) * keys
         ragged = edge and self.ragged
         if ragged:  # The last block starts early enough to be whole ...
             s = jnp.minimum(start, spec.k_len - keys)
         q_pos = t + lax.iota(jnp.int32, lead[3])
         k_pos = s + lax.iota(jnp.int32, keys)
-        k_tile = _slice(k, (b, h, s, 0), (*lead[:2], keys, depth))
-        v_tile = _slice(v, (b, h, s, 0), (*lead[:2], keys, spec.value_dim))
+        k_tile = tiles.slice_tile(k, (b, h, s, 0), (*lead[:2], keys, depth))
+        v_tile = tiles.slice_tile(v, (b, h, s, 0), (*lead[:2], keys, spec.value_dim))
         scores = lax.dot_general(
             q,
             k_tile.reshape(pairs, keys, depth),
@@ -287,17 +283,18 @@ class _QueryBlock:
             precision=spec.precision[0],
             preferred_element_type=dtype,
         )  # [pairs,rows,s]
-        tiles = [_side_tile(side, (b, h, 0, t, s), (*lead, keys)) for side in sides]
+        place, size = (b, h, 0, t, s), (*lead, keys)
+        parts = tuple(tiles.side_tile(side, place, size) for side in sides)
         x = modified_scores(
             self.edge_spec if edge else self.inner_spec,
             scores.reshape(*lead, keys),
-            tuple(tiles),
+            parts,
             q_pos,
             k_pos,
         )
         if ragged:  # ... and the keys that it shares with the one before count once.
             x = jnp.where(k_pos >= start, x, -jnp.inf)
-        x = x.reshape(pairs, rows, keys)
+        x = x.reshape(pairs, n, keys)
         new_top = jnp.maximum(top, x.max(-1))
         # While all scores of a row are -inf, -inf - -inf would make it NaN.
         safe_top = jnp.where(new_top == -jnp.inf, 0, new_top)
@@ -314,57 +311,41 @@ class _QueryBlock:
         return new_top, total, acc * decay[..., None] + weighted
 
 
-def _slice(array: jax.Array, start: Sequence, size: Sequence[int]) -> jax.Array:
-    start = [np.int32(i) if isinstance(i, int) else i for i in start]
-    return lax.dynamic_slice(array, start, size, allow_negative_indices=False)
-
-
-def _update(array: jax.Array, tile: jax.Array, start: Sequence) -> jax.Array:
-    start = [np.int32(i) if isinstance(i, int) else i for i in start]
-    return lax.dynamic_update_slice(array, tile, start, allow_negative_indices=False)
-
-
-def _side_tile(side: jax.Array, start: Sequence, size: Sequence[int]) -> jax.Array:
-    """Cuts the tile out of a side operand, along the dims that it has."""
-    kept = [n > 1 for n in side.shape]
-    if not any(kept):
-        return side
-    start = [i if keep else 0 for i, keep in zip(start, kept, strict=True)]
-    size = [n if keep else 1 for n, keep in zip(size, kept, strict=True)]
-    return _slice(side, start, size)
-
-
 def _supports(spec: AttentionSpec, target: Target) -> str | None:
     if math.prod((spec.score_count, spec.head_dim, spec.value_dim)) == 0:
         return "an operand is empty"
     return None
 
 
-def _config(spec: AttentionSpec, target: Target) -> dict[str, int]:
-    blocks = choose_blocks(spec, target)
-    return {
-        "block_batch": blocks.batch,
-        "block_kv_heads": blocks.kv_heads,
-        "block_q": blocks.queries,
-        "block_k": blocks.keys,
-    }
+def _by_rows(spec: AttentionSpec, target: Target) -> bool:
+    return target.platform == "cpu" and rows.suits(spec)
+
+
+def _config(spec: AttentionSpec, target: Target) -> dict[str, Any]:
+    if _by_rows(spec, target):
+        return {"form": "rows", **rows.choose_blocks(spec)._asdict()}
+    return {"form": "tiles", **choose_blocks(spec, target)._asdict()}
 
 
 def _temp_bytes(spec: AttentionSpec, target: Target) -> int:
     """Transposed (on a CPU also widened) k and v, and about three tiles."""
-    blocks = choose_blocks(spec, target)
-    wide = spec.compute_dtype.itemsize
-    tile = math.prod(blocks) * spec.group * wide
+    if _by_rows(spec, target):
+        return rows.temp_bytes(spec, rows.choose_blocks(spec))
+    tile = math.prod(choose_blocks(spec, target)) * spec.group
     operand = _product_dtypes(spec, target.platform == "cpu")[0].itemsize
     keys = spec.batch * spec.k_len * spec.kv_heads * (spec.head_dim + spec.value_dim)
-    return keys * operand + 3 * tile
+    return keys * operand + 3 * tile * spec.compute_dtype.itemsize
 
 
 def _seconds(spec: AttentionSpec, target: Target) -> float:
+    if _by_rows(spec, target):
+        return cost.rows_seconds(spec, target, *rows.choose_blocks(spec))
     return cost.online_seconds(spec, target, *choose_blocks(spec, target))
 
 
 def _build(spec: AttentionSpec, target: Target) -> Callable:
+    if _by_rows(spec, target):
+        return functools.partial(rows.row_attention, spec, rows.choose_blocks(spec))
     blocks = choose_blocks(spec, target)
     return functools.partial(online_attention, spec, blocks, target.platform == "cpu")
 
