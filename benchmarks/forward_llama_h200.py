@@ -83,8 +83,8 @@ def load(path: Path, dtype: str = "bfloat16") -> types.ModuleType:
     """
     source = path.read_text().replace("jnp.bfloat16", f"jnp.{dtype}")
     module = types.ModuleType(f"benchmark_model_{dtype}")
-    # The real file name, so that the report names lines of the model file.
-    exec(compile(source, str(path), "exec"), module.__dict__)
+    # Under its name in the shared folder: the report names lines of that file.
+    exec(compile(source, MODEL, "exec"), module.__dict__)
     return module
 
 
@@ -253,7 +253,8 @@ def environment(sizes: Sizes) -> dict:
     """Returns what the numbers depend on: date, versions, device, command."""
     names = ("jax", "jaxlib", "flax", "optax")
     device = jax.devices()[0]
-    command = ["python", "benchmarks/forward_llama_h200.py", *sys.argv[1:]]
+    arguments = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
+    command = ["python", "benchmarks/forward_llama_h200.py", *arguments]
     return {
         "command": " ".join(command),
         "date": datetime.date.today().isoformat(),

@@ -126,9 +126,10 @@ def progress(line: str) -> None:
 
 def environment() -> dict:
     """Returns what the numbers depend on: date, versions, machine, command."""
+    arguments = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
     versions = {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "flax")}
     return {
-        "command": " ".join(["python", "benchmarks/pass_time.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/pass_time.py", *arguments]),
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "versions": versions,

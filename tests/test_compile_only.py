@@ -35,7 +35,7 @@ def attention(q, k, v):
 
 
 def compile_for(devices):
-    """Compiles the attention, batch-sharded over the devices; returns (report, text)."""
+    """Compiles the attention, split over the devices; returns (report, text)."""
     mesh = Mesh(np.array(devices), ("data",))
     sharding = NamedSharding(mesh, P("data"))
     x = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16, sharding=sharding)
@@ -63,18 +63,23 @@ def test_h200(shared_dir):
     if not plugins or not importlib.util.find_spec("jax_plugins.xla_cuda13"):
         pytest.skip("no CUDA plugin: pip install 'hlo-tools[cuda]'")
     # in a process of its own: the plugin, once loaded, stays
+    topology = str(shared_dir / "targets/h200_topology.bin")
     program = (
         "import test_compile_only as t; from hlo_tools.targets import Target;"
-        f"target = Target.topology('h200', {str(shared_dir / 'targets/h200_topology.bin')!r});"
-        "report, text = t.compile_for(target.devices[:1]);"
-        "site, = report.sites; print(report.target, site.status, site.implementation);"
+        f"target = Target.topology('h200', {topology!r});"
+        "report, text = t.compile_for(target.devices[:1]); site, = report.sites;"
+        "print(report.target, site.status, site.implementation);"
         "print('__cudnn$fmha' in text)"
     )
     folder = os.path.dirname(__file__)
+    paths = os.pathsep.join([folder, os.path.dirname(folder)])
     result = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([folder, os.path.dirname(folder)])},
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["h200", "bound", "cudnn", "True"]

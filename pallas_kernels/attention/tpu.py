@@ -1,183 +1,296 @@
-"""The splash attention that ships inside JAX, as an implementation for TPUs.
+"""The attention kernels for TPUs that ship inside JAX: splash and flash attention.
 
-`jax.experimental.pallas.ops.tpu.splash_attention` never writes the scores to memory,
-skips the blocks that a band of visible keys hides, and lets query heads share keys.
-It has no scale (queries are scaled here, in float32, then rounded to their dtype)
-and no bias. Lengths are padded to whole blocks; padded keys are hidden by segment
-ids, padded rows are cut off.
+| | splash | flash |
+|---|---|---|
+| causal, window, offset | any, known when it is built | causal with offset 0 |
+| softcap | yes | no |
+| grouped heads | yes | k and v repeated |
+| Dv != D | yes | padded |
+| masks and biases | of keys only | of keys; anything else as a whole [B,H,T,S] |
+| scale | multiplied into q first | on the scores, exact |
+
+Splash is taken where it is exact. Sizes are padded: T and S to whole blocks, whose
+keys are masked, and D and Dv with zeros where a kernel wants multiples of 128.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask as splash_mask,
-)
 
-from hlo_tools.composites import AttentionSpec, Implementation
+from hlo_tools.composites import AttentionSpec, Implementation, fix_empty_rows
 from hlo_tools.targets import Target
-from pallas_kernels.attention import cost
+from pallas_kernels.attention import cost, tiles
 
 LANES = 128
-# Larger blocks ask for more VMEM than the 16 MiB that v5e gives a kernel by default.
-MAX_BLOCK = 512
+# Largest first; tiles of [512,512] float32 scores and double-buffered keys fit the
+# smallest VMEM of v5e, 16 MiB, at head dim 256 in float32.
+Q_BLOCKS = (512, 256, 128)
+KEY_BLOCKS = (1024, 512, 256, 128)
+COMPUTE_KEYS = 512
+# A masked score; finite also when flash attention adds its own mask value to it.
+MASKED = -1e30
 DTYPES = ("bfloat16", "float32")
 
 
-class Blocks(NamedTuple):
-    """Block sizes and padded lengths.
+@dataclass(frozen=True)
+class Plan:
+    """How a site is put to the kernels.
 
     Attributes:
-      queries, keys: rows and columns of a block.
-      q_len, k_len, depth: padded lengths of T, S and of D and Dv.
+      kernel: "splash" or "flash".
+      key_mask: the mask is one of keys, [B|1,1,1,1,S].
+      dense_bias: masks and biases as one float32 [B,H,T,S].
+      q_len, k_len: T and S, padded.
+      block_q, block_k, block_k_compute: block sizes.
     """
 
-    queries: int
-    keys: int
+    kernel: str
+    key_mask: bool
+    dense_bias: bool
     q_len: int
     k_len: int
-    depth: int
+    block_q: int
+    block_k: int
+    block_k_compute: int
 
 
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def make_plan(spec: AttentionSpec) -> Plan | str:
+    """Returns how a named site is put to the kernels, or why it can not be."""
+    key_mask = spec.has_mask and _is_key_mask(spec)
+    dense = spec.has_bias or (spec.has_mask and not key_mask)
+    q_len, block_q = _blocks(spec.q_len, Q_BLOCKS)
+    k_len, block_k = _blocks(spec.k_len, KEY_BLOCKS)
+    sizes = (q_len, k_len, block_q, block_k, min(block_k, COMPUTE_KEYS))
+    if not dense and _scale_is_exact(spec):
+        return Plan("splash", key_mask, False, *sizes)
+    why = "the scale is not exact in q" if not dense else "of the mask or bias"
+    if spec.softcap is not None:
+        return f"only splash attention has a softcap, and it is out because {why}"
+    if spec.band not in ((None, None), (None, 0)):
+        return f"only splash attention has windows, and it is out because {why}"
+    return Plan("flash", key_mask and not dense, dense, *sizes)
 
 
-def choose_blocks(spec: AttentionSpec) -> Blocks:
-    """Returns the largest block that pads a length by less than an eighth."""
+def _is_key_mask(spec: AttentionSpec) -> bool:
+    sides = [jax.ShapeDtypeStruct(side.shape, side.dtype) for side in spec.sides]
+    mask = jax.eval_shape(
+        lambda *sides: tiles.rank5(spec.mask_fn(sides, *_positions(spec))), *sides
+    )
+    return mask.shape[1:4] == (1, 1, 1)
 
-    def block(length: int) -> int:
-        size = MAX_BLOCK
-        while size > LANES and _up(length, size) > max(length * 9 // 8, LANES):
-            size //= 2
-        return size
 
-    queries, keys = block(spec.q_len), block(spec.k_len)
-    depth = _up(max(spec.head_dim, spec.value_dim), LANES)
-    return Blocks(
-        queries, keys, _up(spec.q_len, queries), _up(spec.k_len, keys), depth
+def _positions(spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+    return (
+        jnp.arange(spec.q_len, dtype=jnp.int32),
+        jnp.arange(spec.k_len, dtype=jnp.int32),
     )
 
 
-def splash_attention(
+def _scale_is_exact(spec: AttentionSpec) -> bool:
+    """Whether q may be scaled in its own dtype.
+
+    It may if that is exact, or in float32 to all purposes, or if the site itself
+    rounds the scores as coarsely.
+    """
+    power_of_two = spec.scale > 0 and math.frexp(spec.scale)[0] == 0.5
+    return power_of_two or "float32" == spec.q_dtype or spec.score_dtype == spec.q_dtype
+
+
+def _blocks(length: int, choices: tuple[int, ...]) -> tuple[int, int]:
+    padded = -(-length // LANES) * LANES
+    return padded, next(block for block in choices if padded % block == 0)
+
+
+def tpu_attention(
     spec: AttentionSpec,
+    plan: Plan,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *sides: jax.Array,
-    interpret: bool = False,
 ) -> jax.Array:
-    """Computes a site with splash attention.
+    """Computes a site with the planned kernel.
 
     Args:
       spec: a site that `IMPLEMENTATION` supports.
+      plan: from `make_plan`.
       q: [B,T,H,D].
       k: [B,S,K,D].
       v: [B,S,K,Dv].
-      *sides: not used; supported sites have none that matter.
-      interpret: run the kernel without a TPU.
+      *sides: [B|1,K|1,G|1,T|1,S|1] each.
 
     Returns:
       [B,T,H,Dv] in `spec.out_dtype`.
     """
-    blocks = choose_blocks(spec)
-    dtype = q.dtype
-    q = (q.astype(jnp.float32) * spec.scale).astype(dtype)
-    q = _padded(q, blocks.q_len, blocks.depth)  # [B,H,T',D']
-    k = _padded(k.astype(dtype), blocks.k_len, blocks.depth)  # [B,K,S',D']
-    v = _padded(v.astype(dtype), blocks.k_len, blocks.depth)
-    kernel = make_kernel(spec, blocks, interpret)
-    segments = None
-    if blocks.k_len != spec.k_len:
-        hidden = np.arange(blocks.k_len) >= spec.k_len
-        segments = splash.SegmentIds(
-            jnp.zeros(blocks.q_len, jnp.int32), jnp.asarray(hidden, jnp.int32)
-        )
-    out = jax.vmap(lambda *qkv: kernel(*qkv, segment_ids=segments))(q, k, v)
-    out = jnp.transpose(out, (0, 2, 1, 3))[:, : spec.q_len, :, : spec.value_dim]
-    return out.astype(spec.out_dtype)
-
-
-def make_kernel(spec: AttentionSpec, blocks: Blocks, interpret: bool) -> Callable:
-    """Returns the kernel for one batch element."""
-    low, high = spec.band
-    mask = splash_mask.LocalMask(
-        (blocks.q_len, blocks.k_len), (None if low is None else -low, high), offset=0
+    first_v = v
+    q, k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (q, k, v))  # [B,H|K,T|S,D]
+    q, k, v = (
+        _pad(x, {2: n})
+        for x, n in zip((q, k, v), (plan.q_len, plan.k_len, plan.k_len), strict=True)
     )
+    run = _splash if plan.kernel == "splash" else _flash
+    out = run(spec, plan, q, k, v, sides)  # [B,H,T',Dv']
+    out = out[:, :, : spec.q_len, : spec.value_dim]
+    out = jnp.transpose(out, (0, 2, 1, 3)).astype(spec.out_dtype)
+    return fix_empty_rows(spec, out, first_v, *sides)
+
+
+def _pad(array: jax.Array, sizes: dict[int, int], value: Any = 0) -> jax.Array:
+    """Pads dims to the given sizes, at their ends."""
+    widths = [(0, 0)] * array.ndim
+    for axis, size in sizes.items():
+        widths[axis] = (0, size - array.shape[axis])
+    if not any(after for _, after in widths):
+        return array
+    return jnp.pad(array, widths, constant_values=value)
+
+
+def _key_segments(spec: AttentionSpec, plan: Plan, sides) -> jax.Array | None:
+    """Returns int32 [B,S'], 1 where a key may be seen; None if all may."""
+    if not plan.key_mask and plan.k_len == spec.k_len:
+        return None
+    seen = jnp.ones((1, spec.k_len), bool)
+    if plan.key_mask:
+        seen = tiles.rank5(spec.mask_fn(sides, *_positions(spec)))[:, 0, 0, 0]
+    seen = jnp.broadcast_to(seen, (spec.batch, spec.k_len)).astype(jnp.int32)
+    return _pad(seen, {1: plan.k_len})
+
+
+def _splash(spec: AttentionSpec, plan: Plan, q, k, v, sides) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    shape = (plan.q_len, plan.k_len)
+    low, high = spec.band
     if low is None and high is None:
-        mask = splash_mask.FullMask((blocks.q_len, blocks.k_len))
-    return splash.make_splash_mha(
-        splash_mask.MultiHeadMask([mask] * spec.heads),
-        block_sizes=splash.BlockSizes(
-            block_q=blocks.queries,
-            block_kv=blocks.keys,
-            block_kv_compute=blocks.keys,
+        mask = masks.FullMask(shape)
+    else:
+        left = None if low is None else -low
+        mask = masks.LocalMask(shape, window_size=(left, high), offset=0)
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * spec.heads),
+        block_sizes=kernels.BlockSizes(
+            block_q=plan.block_q,
+            block_kv=plan.block_k,
+            block_kv_compute=plan.block_k_compute,
         ),
         attn_logits_soft_cap=spec.softcap,
         head_shards=1,
         q_seq_shards=1,
-        interpret=interpret,
+    )
+    q = q * jnp.asarray(spec.scale, q.dtype)
+    segments = _key_segments(spec, plan, sides)
+    if segments is None:
+        return jax.vmap(kernel)(q, k, v)
+    queries = jnp.ones((spec.batch, plan.q_len), jnp.int32)
+    return jax.vmap(kernel)(q, k, v, kernels.SegmentIds(queries, segments))
+
+
+def _flash(spec: AttentionSpec, plan: Plan, q, k, v, sides) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu import flash_attention as kernels
+
+    depth = max(spec.head_dim, spec.value_dim)
+    if depth > LANES:
+        depth = -(-depth // LANES) * LANES
+    q, k, v = (_pad(x, {3: depth}) for x in (q, k, v))
+    k, v = (jnp.repeat(x, spec.group, axis=1) for x in (k, v))  # [B,H,S',D']
+    segments = None
+    if not plan.dense_bias:
+        seen = _key_segments(spec, plan, sides)
+        if seen is not None:
+            queries = jnp.ones((spec.batch, plan.q_len), jnp.int32)
+            segments = kernels.SegmentIds(queries, seen)
+    return kernels.flash_attention(
+        q,
+        k,
+        v,
+        _dense_bias(spec, plan, sides) if plan.dense_bias else None,
+        segments,
+        causal=spec.band == (None, 0),
+        sm_scale=spec.scale,
+        block_sizes=kernels.BlockSizes(
+            block_b=1,
+            block_q=plan.block_q,
+            block_k_major=plan.block_k,
+            block_k=plan.block_k_compute,
+        ),
     )
 
 
-def _padded(array: jax.Array, length: int, depth: int) -> jax.Array:
-    """[B,L,N,D] to [B,N,length,depth], filled up with zeros."""
-    _, old_length, _, old_depth = array.shape
-    pads = ((0, 0), (0, length - old_length), (0, 0), (0, depth - old_depth))
-    return jnp.transpose(jnp.pad(array, pads), (0, 2, 1, 3))
+def _dense_bias(spec: AttentionSpec, plan: Plan, sides) -> jax.Array:
+    """Returns float32 [B,H,T',S'], what flash attention adds before it scales."""
+    positions = _positions(spec)
+    bias = jnp.zeros((1,) * 5, jnp.float32)
+    if spec.has_bias:
+        bias = tiles.rank5(spec.bias_fn(sides, *positions)).astype(jnp.float32)
+        bias = bias / spec.scale
+    if spec.has_mask:
+        mask = tiles.rank5(spec.mask_fn(sides, *positions))
+        bias = jnp.where(mask, bias, MASKED / abs(spec.scale))
+    full = (spec.batch, spec.kv_heads, spec.group, spec.q_len, spec.k_len)
+    bias = jnp.broadcast_to(bias, full).reshape(spec.batch, spec.heads, *full[3:])
+    bias = _pad(bias, {2: plan.q_len})
+    return _pad(bias, {3: plan.k_len}, MASKED / abs(spec.scale))
 
 
 def _supports(spec: AttentionSpec, target: Target) -> str | None:
-    if not spec.named:
-        return "the scores are modified in a way that it has no form for"
-    if spec.has_bias or spec.has_mask:
-        return "a bias or a mask by data would have to be in memory"
     if not spec.q_dtype == spec.k_dtype == spec.v_dtype:
         return f"q, k, v differ: {spec.q_dtype}, {spec.k_dtype}, {spec.v_dtype}"
     if spec.q_dtype not in DTYPES:
-        return f"takes {' and '.join(DTYPES)}, not {spec.q_dtype}"
-    if spec.q_dtype == "float32" and set(spec.precision) != {"DEFAULT"}:
-        return f"multiplies at default precision; here: {spec.precision}"
-    if spec.q_dtype != "float32" and spec.probs_dtype != spec.q_dtype:
-        return f"rounds the probabilities to {spec.q_dtype}; here: {spec.probs_dtype}"
+        return f"takes bfloat16 and float32, not {spec.q_dtype}"
+    if "float64" in (spec.compute_dtype.name, spec.out_dtype):
+        return "computes in float32, not in float64"
+    if np.dtype(jnp.dtype(spec.out_dtype)).itemsize > jnp.dtype(spec.q_dtype).itemsize:
+        return f"rounds the result to {spec.q_dtype}; here: {spec.out_dtype}"
+    if spec.precision != ("DEFAULT", "DEFAULT") and spec.q_dtype == "float32":
+        return f"products at default precision only, not {spec.precision}"
+    if not spec.named:
+        return "the scores are modified in a way that it has no form for"
     if not spec.masks_are_negligible:
         return f"masked scores are {spec.mask_fill}, not so low as to count nothing"
-    if not spec.rows_never_empty and spec.band != (None, None):
-        return "some query sees no key"
-    if spec.score_count == 0:
-        return "an operand is empty"
-    if spec.q_len == 1:
-        return "one query: the scores are small"
-    return None
-
-
-def _temp_bytes(spec: AttentionSpec, target: Target) -> int:
-    """Padded and transposed operands and result."""
-    blocks = choose_blocks(spec)
-    rows = 2 * spec.heads * blocks.q_len + 2 * spec.kv_heads * blocks.k_len
-    return spec.batch * rows * blocks.depth * jnp.dtype(spec.q_dtype).itemsize
-
-
-def _config(spec: AttentionSpec, target: Target) -> dict[str, Any]:
-    blocks = choose_blocks(spec)
-    return {"block_q": blocks.queries, "block_kv": blocks.keys, "depth": blocks.depth}
+    if spec.score_count == 0 or spec.scale <= 0:
+        return "an operand is empty, or the scale is not positive"
+    plan = make_plan(spec)
+    return plan if isinstance(plan, str) else None
 
 
 def _seconds(spec: AttentionSpec, target: Target) -> float:
-    return cost.tpu_flash_seconds(spec, target)
+    return cost.tpu_seconds(spec, target, make_plan(spec).dense_bias)
+
+
+def _temp_bytes(spec: AttentionSpec, target: Target) -> int:
+    """The dense bias, transposed and padded operands, repeated k and v."""
+    plan = make_plan(spec)
+    size = jnp.dtype(spec.q_dtype).itemsize
+    depth = spec.head_dim + spec.value_dim
+    kv_heads = spec.heads if plan.kernel == "flash" else spec.kv_heads
+    operands = plan.q_len * spec.heads + plan.k_len * kv_heads
+    total = spec.batch * operands * depth * size
+    if plan.dense_bias:
+        total += 4 * spec.batch * spec.heads * plan.q_len * plan.k_len
+    return total
+
+
+def _config(spec: AttentionSpec, target: Target) -> dict[str, Any]:
+    plan = make_plan(spec)
+    names = ("kernel", "block_q", "block_k", "block_k_compute")
+    return {name: getattr(plan, name) for name in names}
 
 
 def _build(spec: AttentionSpec, target: Target) -> Callable:
-    return functools.partial(splash_attention, spec)
+    return functools.partial(tpu_attention, spec, make_plan(spec))
 
 
 IMPLEMENTATION = Implementation(
