@@ -65,6 +65,8 @@ class AttentionSpec:
       window: (left, right), None on a side for no limit there; or None.
       offset: position of query 0 among the keys.
       has_bias: `bias_fn` gives a term.
+      bias_dtype: one that holds the bias exactly, in the original's own rounding;
+        None without a bias.
       has_mask: `mask_fn` gives a mask.
       mask_fill: the score where a key is masked or not visible.
       named: the fields above say all about X. Otherwise only `score_mod` is exact.
@@ -99,6 +101,7 @@ class AttentionSpec:
     window: tuple[int | None, int | None] | None = None
     offset: int = 0
     has_bias: bool = False
+    bias_dtype: str | None = None
     has_mask: bool = False
     mask_fill: float | None = None
     named: bool = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from hlo_tools.matching.expressions import NUMPY_TYPES, Expr
 from hlo_tools.matching.index_space import Atom, Dim, Index, dim_size
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.reader import dtype_of, shape_of, table_of
+from hlo_tools.matching.softmax import strip_converts
 
 DTYPE_NAMES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64",
@@ -167,6 +167,7 @@ class CanonicalSite:
             window=window,
             offset=offset,
             has_bias=bool(pieces.biases),
+            bias_dtype=_bias_dtype(pieces.biases),
             has_mask=bool(match.data_masks),
             mask_fill=pieces.fill,
             named=pieces.named,
@@ -203,7 +204,7 @@ class CanonicalSite:
 
     def _named_score_mod(self, spec: AttentionSpec) -> Callable:
         """Returns the function of the scores that the named pieces describe."""
-        low, high = visible_band(spec)
+        low, high = spec.band
 
         def score_mod(scores, sides, q_pos, k_pos):
             result = scores * spec.scale
@@ -369,21 +370,11 @@ def _named_band(match: AttentionMatch):
     return False, (-band.lower, band.upper), 0
 
 
-def visible_band(spec: AttentionSpec) -> tuple[int | None, int | None]:
-    """Returns (low, high): key j is visible to query i iff low <= j - i <= high."""
-    left, right = spec.window or (None, None)
-    if spec.causal:
-        right = 0 if right is None else min(right, 0)
-    low = None if left is None else spec.offset - left
-    high = None if right is None else spec.offset + right
-    return low, high
-
-
-def score_bytes(match: AttentionMatch) -> int:
-    """Returns the size of the score matrix in its own type."""
-    axes = match.axes
-    count = math.prod(
-        dim_size(d)
-        for d in (axes.batch, axes.kv_heads, axes.group, axes.rows, axes.keys)
-    )
-    return count * NUMPY_TYPES[match.score.dtype](0).nbytes
+def _bias_dtype(biases: Sequence[tuple[float, Expr]]) -> str | None:
+    """Returns a dtype that holds the sum of the biases exactly."""
+    if not biases:
+        return None
+    factor, expr = biases[0]
+    if len(biases) == 1 and abs(factor) == 1:
+        return DTYPE_NAMES[strip_converts(expr).dtype]
+    return "float64" if expr.dtype == "f64" else "float32"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,9 @@ from pallas_kernels.attention import cost
 
 # As in jax.nn: exp of it is 0, and the difference of two such scores is finite.
 MASKED = -float(2 << 40)
-MASKED_FLOAT16 = -float(2 << 14)
 # jax.nn's limits on the head dim.
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_BEFORE_HOPPER = 128
-BEFORE_HOPPER = ("a100", "a100-40gb")
 HALF_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 
@@ -70,18 +69,18 @@ def make_plan(spec: AttentionSpec) -> Plan | None:
     if first >= end or (low is not None and high is not None and low > high):
         return None
     # Of the limits, among the keys that are left, that hide one from some query:
-    hides_right = high is not None and high - first < end - first - 1
-    hides_left = low is not None and spec.q_len - 1 + low - first > 0
+    hides_right = high is not None and high < end - 1
+    hides_left = low is not None and spec.q_len - 1 + low > first
     if not hides_right and not hides_left:
         return Plan(first, end)
-    if high != first:
-        return Plan(first, end, band_in_bias=True)
-    if not hides_left:
-        return Plan(first, end, causal=True)
     # cuDNN has no sliding window beside a bias, nor for more queries than keys.
-    if spec.has_bias or spec.has_mask or spec.q_len > end - first:
+    biased = spec.has_bias or spec.has_mask
+    no_window = hides_left and (biased or spec.q_len > end - first)
+    if high != first or no_window:
+        if not spec.rows_never_empty:  # such a row averages over all keys
+            first, end = 0, spec.k_len
         return Plan(first, end, band_in_bias=True)
-    return Plan(first, end, causal=True, window=1 + first - low)
+    return Plan(first, end, causal=True, window=1 + first - low if hides_left else 0)
 
 
 def cudnn_attention(
@@ -106,7 +105,19 @@ def cudnn_attention(
     out = custom_call(
         q, k[:, keys], v[:, keys], bias, spec.scale, plan.causal, plan.window
     )
-    return fix_empty_rows(spec, out, v, *sides).astype(spec.out_dtype)
+    if not _averages_empty_rows(spec, plan):
+        out = fix_empty_rows(spec, out, v, *sides)
+    return out.astype(spec.out_dtype)
+
+
+def _averages_empty_rows(spec: AttentionSpec, plan: Plan) -> bool:
+    """Whether rows without a visible key come out as the site has them.
+
+    They do when all that hides a key is `MASKED` in the bias: a score vanishes
+    beside it, which leaves equal scores.
+    """
+    whole = (plan.first, plan.end) == (0, spec.k_len) and not plan.causal
+    return whole and spec.mask_fill is not None and math.isfinite(spec.mask_fill)
 
 
 def scores_bias(
@@ -120,7 +131,8 @@ def scores_bias(
       sides: whole.
 
     Returns:
-      [B|1,H|1,T,S'] in q's dtype, S' the keys that the plan keeps.
+      [B|1,H|1,T,S'], S' the keys that the plan keeps, in float32 unless q's dtype
+      does as well.
     """
     q_pos = jnp.arange(spec.q_len, dtype=jnp.int32)
     k_pos = jnp.arange(spec.k_len, dtype=jnp.int32)
@@ -131,11 +143,10 @@ def scores_bias(
     bias = spec.bias_fn(sides, q_pos, k_pos) if spec.has_bias else None
     if keep is None and bias is None:
         return None
-    dtype = jnp.dtype(spec.q_dtype)
+    dtype = _bias_dtype(spec)
     bias = jnp.zeros((), dtype) if bias is None else bias.astype(dtype)
     if keep is not None:
-        low = MASKED_FLOAT16 if dtype == jnp.float16 else MASKED
-        bias = jnp.where(keep, bias, jnp.asarray(low, dtype))
+        bias = jnp.where(keep, bias, jnp.asarray(MASKED, dtype))
     bias = bias.reshape((1,) * (5 - bias.ndim) + bias.shape)
     b, kv_heads, group = bias.shape[:3]
     if kv_heads * group > 1:  # cuDNN broadcasts over no heads or over all
@@ -143,6 +154,14 @@ def scores_bias(
     shape = (b, kv_heads, group, spec.q_len, spec.k_len)
     bias = jnp.broadcast_to(bias, shape)[..., plan.first : plan.end]
     return bias.reshape(b, kv_heads * group, spec.q_len, plan.end - plan.first)
+
+
+def _bias_dtype(spec: AttentionSpec) -> str:
+    """bfloat16 where that loses nothing that the site keeps."""
+    rounded = spec.score_dtype == spec.softmax_dtype == "bfloat16"
+    if spec.q_dtype == "bfloat16" and (rounded or not spec.has_bias):
+        return "bfloat16"
+    return "float32"  # float16 has no number like MASKED
 
 
 def custom_call(
@@ -159,14 +178,14 @@ def custom_call(
     Args:
       q: [B,T,H,D] in bfloat16 or float16.
       k: [B,S,K,D].
-      v: [B,S,K,D].
+      v: [B,S,K,Dv].
       bias: [B|1,H|1,T,S], or None.
       scale: factor of the scores.
       causal: top left.
       window: length of the sliding window, or 0.
 
     Returns:
-      [B,T,H,D] in the dtype of q.
+      [B,T,H,Dv] in the dtype of q.
     """
     b, t, h, _ = q.shape
     config = backend_config(q, k, scale, causal, window)
@@ -251,7 +270,18 @@ def _dot_numbers(lhs: int, rhs: int, lhs_batch, rhs_batch) -> dict[str, list[str
 def _supports(spec: AttentionSpec, target: Target) -> str | None:
     if not target.device_kind.startswith("NVIDIA"):
         return f"cuDNN runs on NVIDIA GPUs, not on {target.device_kind}"
+    if _capability(target) < 8:
+        return f"it needs compute capability 8.0, not {_capability(target)}"
     return _unsupported_dtypes(spec) or _unsupported_form(spec, target)
+
+
+def _capability(target: Target) -> float:
+    """Returns the compute capability, of the device itself where it is known."""
+    device = target.devices[0] if target.devices else None
+    known = getattr(device, "compute_capability", None)
+    if known is not None:
+        return float(known)
+    return 8.0 if target.note or target.spec.name.startswith("a100") else 9.0
 
 
 def _unsupported_dtypes(spec: AttentionSpec) -> str | None:
@@ -271,12 +301,15 @@ def _unsupported_form(spec: AttentionSpec, target: Target) -> str | None:
         return "the scores are modified in a way that it has no form for"
     if spec.softcap is not None:
         return "it has no softcap"
-    before_hopper = target.spec.name in BEFORE_HOPPER
-    limit = MAX_HEAD_DIM_BEFORE_HOPPER if before_hopper else MAX_HEAD_DIM
-    if spec.head_dim > limit or spec.head_dim % 8:
-        return f"head dim {spec.head_dim}: at most {limit} and a multiple of 8"
-    if spec.value_dim != spec.head_dim:
-        return f"value dim {spec.value_dim} is not head dim {spec.head_dim}"
+    if spec.has_bias and spec.bias_dtype not in (None, spec.q_dtype):
+        return f"would round the {spec.bias_dtype} bias to {spec.q_dtype}"
+    hopper = _capability(target) >= 9
+    limit = MAX_HEAD_DIM if hopper else MAX_HEAD_DIM_BEFORE_HOPPER
+    for name, dim in (("head dim", spec.head_dim), ("value dim", spec.value_dim)):
+        if dim > limit or dim % 8:
+            return f"{name} {dim}: at most {limit} and a multiple of 8"
+    if spec.value_dim != spec.head_dim and not hopper:
+        return "a value dim that is not the head dim needs Hopper or later"
     if not spec.masks_are_negligible:
         return f"masked scores are {spec.mask_fill}, not so low as to count nothing"
     if spec.score_count == 0 or make_plan(spec) is None:

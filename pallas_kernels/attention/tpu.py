@@ -35,6 +35,7 @@ LANES = 128
 Q_BLOCKS = (512, 256, 128)
 KEY_BLOCKS = (1024, 512, 256, 128)
 COMPUTE_KEYS = 512
+MOST_PADDING = 1.25
 # A masked score; finite also when flash attention adds its own mask value to it.
 MASKED = -1e30
 DTYPES = ("bfloat16", "float32")
@@ -64,27 +65,31 @@ class Plan:
 
 def make_plan(spec: AttentionSpec) -> Plan | str:
     """Returns how a named site is put to the kernels, or why it can not be."""
-    key_mask = spec.has_mask and _is_key_mask(spec)
-    dense = spec.has_bias or (spec.has_mask and not key_mask)
+    mask = _mask_shape(spec)
+    key_mask = mask is not None and mask[1:4] == (1, 1, 1)
+    dense = spec.has_bias or (mask is not None and not key_mask)
     q_len, block_q = _blocks(spec.q_len, Q_BLOCKS)
     k_len, block_k = _blocks(spec.k_len, KEY_BLOCKS)
     sizes = (q_len, k_len, block_q, block_k, min(block_k, COMPUTE_KEYS))
-    if not dense and _scale_is_exact(spec):
+    flash = spec.softcap is None and spec.band in ((None, None), (None, 0))
+    # Splash attention knows no batch: a mask for each costs it another grid dim.
+    own_masks = key_mask and mask[0] > 1
+    if not dense and _scale_is_exact(spec) and not (own_masks and flash):
         return Plan("splash", key_mask, False, *sizes)
-    why = "the scale is not exact in q" if not dense else "of the mask or bias"
-    if spec.softcap is not None:
-        return f"only splash attention has a softcap, and it is out because {why}"
-    if spec.band not in ((None, None), (None, 0)):
-        return f"only splash attention has windows, and it is out because {why}"
-    return Plan("flash", key_mask and not dense, dense, *sizes)
+    if flash:
+        return Plan("flash", key_mask and not dense, dense, *sizes)
+    why = "a mask or bias of whole rows" if dense else "a scale not exact in q"
+    return f"softcaps and windows are for splash attention, which can not take {why}"
 
 
-def _is_key_mask(spec: AttentionSpec) -> bool:
+def _mask_shape(spec: AttentionSpec) -> tuple[int, ...] | None:
+    if not spec.has_mask:
+        return None
     sides = [jax.ShapeDtypeStruct(side.shape, side.dtype) for side in spec.sides]
     mask = jax.eval_shape(
         lambda *sides: tiles.rank5(spec.mask_fn(sides, *_positions(spec))), *sides
     )
-    return mask.shape[1:4] == (1, 1, 1)
+    return mask.shape
 
 
 def _positions(spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
@@ -105,8 +110,13 @@ def _scale_is_exact(spec: AttentionSpec) -> bool:
 
 
 def _blocks(length: int, choices: tuple[int, ...]) -> tuple[int, int]:
-    padded = -(-length // LANES) * LANES
-    return padded, next(block for block in choices if padded % block == 0)
+    """Returns the padded length and its block: large, if that pads by little."""
+    least = -(-length // LANES) * LANES
+    for block in choices:
+        padded = -(-length // block) * block
+        if padded <= MOST_PADDING * least:
+            return padded, block
+    return least, LANES
 
 
 def tpu_attention(
@@ -154,13 +164,13 @@ def _pad(array: jax.Array, sizes: dict[int, int], value: Any = 0) -> jax.Array:
 
 
 def _key_segments(spec: AttentionSpec, plan: Plan, sides) -> jax.Array | None:
-    """Returns int32 [B,S'], 1 where a key may be seen; None if all may."""
+    """Returns int32 [B|1,S'], 1 where a key may be seen; None if all may."""
     if not plan.key_mask and plan.k_len == spec.k_len:
         return None
     seen = jnp.ones((1, spec.k_len), bool)
     if plan.key_mask:
         seen = tiles.rank5(spec.mask_fn(sides, *_positions(spec)))[:, 0, 0, 0]
-    seen = jnp.broadcast_to(seen, (spec.batch, spec.k_len)).astype(jnp.int32)
+    seen = jnp.broadcast_to(seen, (seen.shape[0], spec.k_len)).astype(jnp.int32)
     return _pad(seen, {1: plan.k_len})
 
 
@@ -179,8 +189,11 @@ def _splash(spec: AttentionSpec, plan: Plan, q, k, v, sides) -> jax.Array:
     else:
         left = None if low is None else -low
         mask = masks.LocalMask(shape, window_size=(left, high), offset=0)
+    segments = _key_segments(spec, plan, sides)
+    own_masks = segments is not None and segments.shape[0] > 1
+    heads = spec.heads if own_masks else spec.batch * spec.heads
     kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([mask] * spec.heads),
+        masks.MultiHeadMask([mask] * heads),
         block_sizes=kernels.BlockSizes(
             block_q=plan.block_q,
             block_kv=plan.block_k,
@@ -191,11 +204,18 @@ def _splash(spec: AttentionSpec, plan: Plan, q, k, v, sides) -> jax.Array:
         q_seq_shards=1,
     )
     q = q * jnp.asarray(spec.scale, q.dtype)
-    segments = _key_segments(spec, plan, sides)
-    if segments is None:
-        return jax.vmap(kernel)(q, k, v)
-    queries = jnp.ones((spec.batch, plan.q_len), jnp.int32)
-    return jax.vmap(kernel)(q, k, v, kernels.SegmentIds(queries, segments))
+    queries = jnp.ones((plan.q_len,), jnp.int32)
+    if own_masks:
+
+        def one(q, k, v, keys):
+            return kernel(q, k, v, kernels.SegmentIds(queries, keys))
+
+        return jax.vmap(one)(q, k, v, segments)
+    # Batch and heads are one to the kernel: head h uses key-value head h // G.
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    ids = None if segments is None else kernels.SegmentIds(queries, segments[0])
+    out = kernel(*flat, ids)
+    return out.reshape(spec.batch, spec.heads, *out.shape[1:])
 
 
 def _flash(spec: AttentionSpec, plan: Plan, q, k, v, sides) -> jax.Array:
@@ -211,6 +231,7 @@ def _flash(spec: AttentionSpec, plan: Plan, q, k, v, sides) -> jax.Array:
         seen = _key_segments(spec, plan, sides)
         if seen is not None:
             queries = jnp.ones((spec.batch, plan.q_len), jnp.int32)
+            seen = jnp.broadcast_to(seen, (spec.batch, plan.k_len))
             segments = kernels.SegmentIds(queries, seen)
     return kernels.flash_attention(
         q,
@@ -262,6 +283,8 @@ def _supports(spec: AttentionSpec, target: Target) -> str | None:
         return f"masked scores are {spec.mask_fill}, not so low as to count nothing"
     if spec.score_count == 0 or spec.scale <= 0:
         return "an operand is empty, or the scale is not positive"
+    if cost.visible_scores(spec, 0) == 0:
+        return "no query sees a key"
     plan = make_plan(spec)
     return plan if isinstance(plan, str) else None
 
