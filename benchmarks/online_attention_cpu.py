@@ -5,7 +5,7 @@ Both run interleaved, one call each a round, so that other load hits them alike;
 ratio is the median over rounds of naive time / online time.
 
     python benchmarks/online_attention_cpu.py [--rounds 15] [--output FILE]
-    python benchmarks/online_attention_cpu.py --sweep   # other block sizes too
+    python benchmarks/online_attention_cpu.py --sweep   # other forms too, in tiles
     taskset -c 0,1 python benchmarks/online_attention_cpu.py  # on two cores
 
 Writes benchmarks/results/online_attention_cpu.json, from which the constants in
@@ -83,7 +83,10 @@ def naive(spec: AttentionSpec):
     return jax.jit(attention)
 
 
-def staged(spec: AttentionSpec, blocks: online.Blocks):
+def staged(spec: AttentionSpec, blocks: online.Blocks | None, target: Target):
+    """Returns what the stage binds, or "online" in given tiles."""
+    if blocks is None:
+        return jax.jit(online.IMPLEMENTATION.build(spec, target))
     return jax.jit(lambda q, k, v: online.online_attention(spec, blocks, True, q, k, v))
 
 
@@ -122,7 +125,7 @@ def measure(functions, args, rounds: int) -> np.ndarray:
 
 
 def run_case(size, causal: bool, dtype: str, rounds: int, sweep: bool) -> dict:
-    """Measures one site; the chosen blocks always, others if `sweep`."""
+    """Measures one site as bound, and in other tiles if `sweep`."""
     target = Target.parse("cpu")
     spec = make_spec(size, causal, dtype)
     rng = np.random.default_rng(0)
@@ -131,18 +134,15 @@ def run_case(size, causal: bool, dtype: str, rounds: int, sweep: bool) -> dict:
         jnp.asarray(rng.standard_normal(shape), dtype)
         for shape in ((b, t, h, d), (b, s, k, d), (b, s, k, d))
     ]
-    chosen = online.choose_blocks(spec, target)
-    blocks = [chosen]
-    if sweep:
-        blocks += [choice for choice in block_choices(spec) if choice != chosen]
-    functions = [naive(spec), *(staged(spec, choice) for choice in blocks)]
+    blocks = [None, *(block_choices(spec) if sweep else ())]
+    functions = [naive(spec), *(staged(spec, choice, target) for choice in blocks)]
     seconds = measure(functions, args, rounds)
     ratios = np.median(seconds[0] / seconds[1:], axis=1)
     row = {
         "B,H,K,D,T,S": list(size),
         "causal": causal,
         "dtype": dtype,
-        "blocks": chosen._asdict(),
+        "config": online.IMPLEMENTATION.config(spec, target),
         "naive_ms": round(float(np.median(seconds[0])) * 1e3, 4),
         "online_ms": round(float(np.median(seconds[1])) * 1e3, 4),
         "ratio": round(float(ratios[0]), 3),
@@ -152,9 +152,9 @@ def run_case(size, causal: bool, dtype: str, rounds: int, sweep: bool) -> dict:
         ),
     }
     if sweep:
-        rows = zip(blocks, ratios, strict=True)
+        rows = zip(blocks[1:], ratios[1:], strict=True)
         ranked = sorted(rows, key=lambda pair: -pair[1])
-        row["sweep"] = [[list(c), round(float(r), 3)] for c, r in ranked]
+        row["tiles"] = [[list(c), round(float(r), 3)] for c, r in ranked]
     return row
 
 
@@ -185,12 +185,12 @@ def main() -> None:
         rows.append(row)
         label = f"{dtype:9} {size!s:32} {'causal' if causal else 'full':6}"
         print(
-            f"{label} naive {row['naive_ms']:9.3f} ms, online {row['online_ms']:9.3f} ms,"
+            f"{label} naive {row['naive_ms']:9.3f} ms online {row['online_ms']:9.3f} ms"
             f" ratio {row['ratio']:5.2f}; predicted {row['predicted_naive_ms']:9.3f}"
             f" and {row['predicted_online_ms']:9.3f}",
             flush=True,
         )
-        for blocks, ratio in row.get("sweep", [])[:6]:
+        for blocks, ratio in row.get("tiles", [])[:6]:
             print(f"{'':20} {blocks} {ratio:.2f}")
     cores = len(os.sched_getaffinity(0))
     result = {

@@ -431,8 +431,10 @@ class _Driver:
                 raise TypeError(f"{op.name}: {old.type} replaced by {new.type}")
             self.enqueue(users(old))
             old.replace_all_uses_with(new)
-        self.enqueue(self.rewriter.created)
-        self.erase_dead([op, *self.rewriter.created])
+        created = self.rewriter.created
+        self.enqueue(created)
+        # One new operation is what replaces the old; of several, some may be unused.
+        self.erase_dead([op, *created] if len(created) > 1 else [op])
 
     def enqueue(self, ops: Iterable[ir.Operation]) -> None:
         for op in ops:

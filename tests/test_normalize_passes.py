@@ -235,6 +235,13 @@ SHAPES = [
         None,
     ),
     Golden(
+        "no_room_after", "collapse-shapes", "%x: tensor<3x1xf32>",
+        """%0 = stablehlo.reshape %x : (tensor<3x1xf32>) -> tensor<3xf32>
+        %1 = stablehlo.broadcast_in_dim %0, dims = [1] : (tensor<3xf32>) -> tensor<4x3xf32>
+        return %1 : tensor<4x3xf32>""",
+        None,
+    ),
+    Golden(
         "splat_and_iota", "collapse-shapes", "%x: tensor<f32>",
         """%c = stablehlo.constant dense<-0.0> : tensor<bf16>
         %0 = stablehlo.broadcast_in_dim %c, dims = [] : (tensor<bf16>) -> tensor<0x3xbf16>

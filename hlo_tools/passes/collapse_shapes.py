@@ -27,6 +27,7 @@ from hlo_tools.rewriting import (
 
 _BROADCAST = "stablehlo.broadcast_in_dim"
 _RESHAPE = "stablehlo.reshape"
+_LOST = "the operation has attributes that would be lost"
 
 
 def unit_map(old: Sequence[int], new: Sequence[int]) -> dict[int, int] | None:
@@ -67,94 +68,83 @@ def _is_increasing(dims: Sequence[int]) -> bool:
     return all(a < b for a, b in itertools.pairwise(dims))
 
 
-def _blocked(*ops: ir.Operation) -> str | None:
-    """Returns why operations must stay as they are, or None."""
-    for op in ops:
-        if not is_plain(op):
-            return f"{op.name} has attributes that would be lost"
-        if any(shape_of(value) is None for value in (*op.operands, *op.results)):
-            return "dynamic or quantized shape"
-    return None
-
-
-def drop_identity(op: ir.Operation) -> Match | str | None:
-    """Drops a reshape or broadcast that changes nothing."""
-    source = op.operands[0]
-    if source.type != op.results[0].type:
+def collapse(op: ir.Operation) -> Match | str | None:
+    """Merges a reshape or broadcast with what it is applied to."""
+    source, result = op.operands[0], op.results[0]
+    above = producer(source)
+    rules = () if above is None else _RULES.get((op.name, above.name), ())
+    identity = source.type == result.type and (
+        op.name == _RESHAPE or is_identity(int_list(op, "broadcast_dimensions"))
+    )
+    if not rules and not identity:
         return None
-    if op.name == _BROADCAST and not is_identity(int_list(op, "broadcast_dimensions")):
-        return None
-    return _blocked(op) or Match(op, lambda rewriter: source)
+    if shape_of(result) is None or shape_of(source) is None:
+        return "dynamic or quantized shape"
+    if not is_plain(op):
+        return _LOST
+    if identity:
+        return Match(op, lambda rewriter: source)
+    if not is_plain(above):
+        return _LOST
+    reason = None
+    for rule in rules:
+        reason = rule(op, above)
+        if isinstance(reason, Match):
+            break
+    return reason
 
 
-def fold_source(op: ir.Operation) -> Match | str | None:
-    """Makes a splat constant or an iota in its final shape."""
-    above = producer(op.operands[0])
-    if above is None:
-        return None
+def _splat(op: ir.Operation, above: ir.Operation) -> Match | None:
+    """Makes a splat constant in its final shape."""
     result = op.results[0]
-    if above.name == "stablehlo.constant":
-        number = splat_attribute(op.operands[0])
-        if number is None:
-            return None
-        return _blocked(op) or Match(
-            op,
-            lambda rw: rw.splat(number, result.type.shape, element_type(result)),
-        )
-    if above.name != "stablehlo.iota":
+    number = splat_attribute(op.operands[0])
+    if number is None:
         return None
-    if reason := _blocked(op, above):
-        return reason
-    dim = _iota_dim(op, above.attributes["iota_dimension"].value)
-    if dim is None:
-        return None
-    return Match(op, lambda rw: rw.iota(result.type.shape, element_type(result), dim))
+    shape, element = result.type.shape, element_type(result)
+    return Match(op, lambda rewriter: rewriter.splat(number, shape, element))
 
 
-def _iota_dim(op: ir.Operation, dim: int) -> int | None:
-    """Returns where an iota's dim goes, or None if the result is no iota."""
+def _iota(op: ir.Operation, above: ir.Operation) -> Match | None:
+    """Makes an iota in its final shape."""
+    dim = above.attributes["iota_dimension"].value
     old, new = op.operands[0].type.shape, op.results[0].type.shape
     if op.name == _RESHAPE:
-        return (unit_map(old, new) or {}).get(dim)
-    where = int_list(op, "broadcast_dimensions")[dim]
-    return where if new[where] == old[dim] else None
-
-
-def merge_reshapes(op: ir.Operation) -> Match | str | None:
-    """Merges reshape(reshape(x)), also where the inner one is a broadcast to 1s."""
-    above = producer(op.operands[0])
-    if above is None or above.name not in (_RESHAPE, _BROADCAST):
+        where = (unit_map(old, new) or {}).get(dim)
+    else:
+        where = int_list(op, "broadcast_dimensions")[dim]
+    if where is None or new[where] != old[dim]:
         return None
-    if reason := _blocked(op, above):
-        return reason
-    source = above.operands[0]
+    element = element_type(op.results[0])
+    return Match(op, lambda rewriter: rewriter.iota(new, element, where))
+
+
+def _reshape_twice(op: ir.Operation, above: ir.Operation) -> Match | str | None:
+    """Merges reshape(reshape(x)), also where the inner one is a broadcast to 1s."""
+    source, result = above.operands[0], op.results[0]
+    if shape_of(source) is None:
+        return "dynamic or quantized shape"
     if above.name == _BROADCAST:
         if not _is_increasing(int_list(above, "broadcast_dimensions")):
             return "the broadcast transposes"
-        if math.prod(source.type.shape) != math.prod(above.results[0].type.shape):
+        if math.prod(source.type.shape) != math.prod(result.type.shape):
             return None
-    shape = op.results[0].type.shape
-    if source.type == op.results[0].type:
+    if source.type == result.type:
         return Match(op, lambda rewriter: source)
-    return Match(op, lambda rewriter: rewriter.reshape(source, shape))
+    return Match(op, lambda rewriter: rewriter.reshape(source, result.type.shape))
 
 
-def reshape_of_broadcast(op: ir.Operation) -> Match | str | None:
+def _reshape_of_broadcast(op: ir.Operation, above: ir.Operation) -> Match | str | None:
     """Broadcasts straight to the reshaped form, where that only moves 1s."""
-    above = producer(op.operands[0], _BROADCAST)
-    if above is None:
-        return None
-    if reason := _blocked(op, above):
-        return reason
     source = above.operands[0]
-    shape = op.results[0].type.shape
+    extents, shape = shape_of(source), op.results[0].type.shape
+    if extents is None:
+        return "dynamic or quantized shape"
     dims = int_list(above, "broadcast_dimensions")
     if not dims:
         return Match(op, lambda rewriter: rewriter.broadcast(source, shape, []))
     moved = unit_map(op.operands[0].type.shape, shape)
     if moved is None:
         return "the reshape splits or merges dimensions"
-    extents = source.type.shape
     return _placed(op, source, [moved.get(d) for d in dims], extents)
 
 
@@ -175,40 +165,42 @@ def _placed(
     return Match(op, lambda rewriter: rewriter.broadcast(source, shape, dims))
 
 
-def merge_broadcasts(op: ir.Operation) -> Match | str | None:
+def _broadcast_twice(op: ir.Operation, above: ir.Operation) -> Match | str | None:
     """Merges broadcast(broadcast(x))."""
-    above = producer(op.operands[0], _BROADCAST)
-    if above is None:
-        return None
-    if reason := _blocked(op, above):
-        return reason
+    source, shape = above.operands[0], op.results[0].type.shape
+    if shape_of(source) is None:
+        return "dynamic or quantized shape"
     outer = int_list(op, "broadcast_dimensions")
     dims = [outer[d] for d in int_list(above, "broadcast_dimensions")]
-    source, shape = above.operands[0], op.results[0].type.shape
     return Match(op, lambda rewriter: rewriter.broadcast(source, shape, dims))
 
 
-def broadcast_of_reshape(op: ir.Operation) -> Match | str | None:
+def _broadcast_of_reshape(op: ir.Operation, above: ir.Operation) -> Match | str | None:
     """Broadcasts what was there before a reshape that only moved 1s."""
-    above = producer(op.operands[0], _RESHAPE)
-    if above is None:
-        return None
-    if reason := _blocked(op, above):
-        return reason
     source = above.operands[0]
-    moved = unit_map(source.type.shape, op.operands[0].type.shape)
+    extents = shape_of(source)
+    if extents is None:
+        return "dynamic or quantized shape"
+    moved = unit_map(extents, op.operands[0].type.shape)
     outer = int_list(op, "broadcast_dimensions")
     if moved is None or not _is_increasing(outer):
         return "the reshape splits or merges dimensions"
-    extents = source.type.shape
     where = [outer[moved[d]] if d in moved else None for d in range(len(extents))]
     return _placed(op, source, where, extents)
 
 
-PATTERNS = {
-    _RESHAPE: (drop_identity, fold_source, merge_reshapes, reshape_of_broadcast),
-    _BROADCAST: (drop_identity, fold_source, merge_broadcasts, broadcast_of_reshape),
+# (name, name of what it is applied to) -> rules; the first that matches is applied.
+_RULES = {
+    (_RESHAPE, "stablehlo.constant"): (_splat,),
+    (_RESHAPE, "stablehlo.iota"): (_iota,),
+    (_RESHAPE, _RESHAPE): (_reshape_twice,),
+    (_RESHAPE, _BROADCAST): (_reshape_twice, _reshape_of_broadcast),
+    (_BROADCAST, "stablehlo.constant"): (_splat,),
+    (_BROADCAST, "stablehlo.iota"): (_iota,),
+    (_BROADCAST, _BROADCAST): (_broadcast_twice,),
+    (_BROADCAST, _RESHAPE): (_broadcast_of_reshape,),
 }
+PATTERNS = {_RESHAPE: (collapse,), _BROADCAST: (collapse,)}
 
 
 @dataclass(frozen=True)

@@ -115,11 +115,12 @@ def _climb(value: ir.Value, block: Any) -> tuple[_Scale, list[ir.Operation]] | N
     path: list[ir.Operation] = []
     while True:
         op = producer(value)
-        if op is None or op.block != block or not is_plain(op):
+        name = "" if op is None else op.name
+        if name not in _MOVES and name not in (_MULTIPLY, _DIVIDE):
             return None
-        if single_user(value) is None:
+        if op.block != block or not is_plain(op) or single_user(value) is None:
             return None
-        if op.name not in _MOVES:
+        if name not in _MOVES:
             scale = _read_scale(op)
             return None if scale is None else (scale, path)
         path.append(op)

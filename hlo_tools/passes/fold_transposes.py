@@ -3,6 +3,11 @@
 Every rewrite keeps each element's value and computes it with the same operations;
 only the order in which elements are laid out changes. A rewrite is made when fewer
 transposes are left, counted by planning it first.
+
+XLA may fuse the result differently, and LLVM contracts a product and a sum of one
+fusion on a CPU to one instruction that rounds once. So a compiled program can differ
+in the last bit where the same arithmetic is fused otherwise; without such
+instructions (`--xla_cpu_max_isa=AVX`) it does not.
 """
 
 from __future__ import annotations

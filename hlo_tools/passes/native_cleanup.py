@@ -21,6 +21,7 @@ _MARK = "hlo_tools.keep_apart"
 _NEVER_MERGED = frozenset(
     {"stablehlo.optimization_barrier", "stablehlo.custom_call", "stablehlo.composite"}
 )
+_NEVER_EQUAL = frozenset({"builtin.module", "func.func"})
 # Attributes of functions and their arguments that inlining may drop: they describe
 # the function, or are for the entry point only.
 _FUNCTION_ATTRIBUTES = frozenset(
@@ -93,9 +94,11 @@ class Cse:
         """Rewrites `module` in place; returns whether anything changed."""
         before = _count(module)
         marked = _mark(module.module.operation)
-        _run_native(module, "cse")
-        if marked:
-            _unmark(module.module.operation)
+        try:
+            _run_native(module, "cse")
+        finally:
+            if marked:
+                _unmark(module.module.operation)
         return _count(module) != before
 
 
@@ -109,7 +112,11 @@ def _mark(root: ir.Operation) -> int:
             nonlocal count
             name, attributes = op.name, op.attributes
             extra = len(attributes) > REQUIRED_ATTRIBUTES.get(name, 0)
-            annotated = extra and any("." in key for key in attributes.keys())
+            annotated = (
+                extra
+                and name not in _NEVER_EQUAL
+                and any("." in key for key in attributes.keys())
+            )
             if annotated or name in _NEVER_MERGED:
                 attributes[_MARK] = ir.IntegerAttr.get(i64, count)
                 count += 1

@@ -48,7 +48,7 @@ class Plan:
     """How a named site is put to cuDNN.
 
     Attributes:
-      first, end: the keys that any query sees; the others are cut off.
+      first, end: the keys that are kept; no query sees the others.
       causal: whether cuDNN's own causal mask is used.
       window: length of its sliding window, or 0.
       band_in_bias: the causal and window limits go into the bias instead.
@@ -68,19 +68,17 @@ def make_plan(spec: AttentionSpec) -> Plan | None:
     end = spec.k_len if high is None else min(spec.q_len + high, spec.k_len)
     if first >= end or (low is not None and high is not None and low > high):
         return None
-    # Of the limits, among the keys that are left, that hide one from some query:
-    hides_right = high is not None and high < end - 1
+    # Among the keys that are left, does a limit still hide one from some query?
     hides_left = low is not None and spec.q_len - 1 + low > first
-    if not hides_right and not hides_left:
+    if not hides_left and (high is None or high >= end - 1):
         return Plan(first, end)
+    # Then nothing is cut off: that would copy k and v.
+    hides_left = low is not None and spec.q_len - 1 + low > 0
     # cuDNN has no sliding window beside a bias, nor for more queries than keys.
     biased = spec.has_bias or spec.has_mask
-    no_window = hides_left and (biased or spec.q_len > end - first)
-    if high != first or no_window:
-        if not spec.rows_never_empty:  # such a row averages over all keys
-            first, end = 0, spec.k_len
-        return Plan(first, end, band_in_bias=True)
-    return Plan(first, end, causal=True, window=1 + first - low if hides_left else 0)
+    if high != 0 or (hides_left and (biased or spec.q_len > spec.k_len)):
+        return Plan(0, spec.k_len, band_in_bias=True)
+    return Plan(0, spec.k_len, causal=True, window=1 - low if hides_left else 0)
 
 
 def cudnn_attention(
