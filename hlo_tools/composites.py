@@ -73,10 +73,10 @@ class AttentionSpec:
       rows_never_empty: proven that every query sees a key. A row that sees none is
         the average of all v if `mask_fill` is finite, and NaN if it is -inf.
       sides: the side operands, in order.
-      score_mod: (scores [b,K,G,t,s], sides, q_pos int32 [t], k_pos int32 [s]) -> X,
-        on any tile, with the sides sliced to it, in the dtype of `scores`. None is
+      score_mod: function of (scores [b,K,G,t,s], sides, q_pos int32 [t], k_pos int32
+        [s]) -> X, on any tile, with the sides sliced to it, in the dtype of `scores`. None is
         allowed when `named`: the fields are used.
-      bias_fn: (sides, q_pos, k_pos) -> rank 5, broadcastable to the tile.
+      bias_fn: function of (sides, q_pos, k_pos) -> rank 5, broadcastable to the tile.
       mask_fn: the same, bool, without the causal and window part.
     """
 
@@ -107,9 +107,9 @@ class AttentionSpec:
     named: bool = True
     rows_never_empty: bool = True
     sides: tuple[SideSpec, ...] = ()
-    score_mod: Callable | None = None
-    bias_fn: Callable | None = None
-    mask_fn: Callable | None = None
+    score_mod: Any = None
+    bias_fn: Any = None
+    mask_fn: Any = None
 
     @property
     def heads(self) -> int:

@@ -188,7 +188,7 @@ def is_mask(value: ir.Value) -> bool:
 
 def int_list(op: ir.Operation, attribute: str) -> tuple[int, ...]:
     """Returns an attribute that is an array of integers."""
-    return tuple(op.attributes[attribute])
+    return tuple(ir.DenseI64ArrayAttr(op.attributes[attribute]))
 
 
 def splat_attribute(value: ir.Value) -> ir.Attribute | None:
@@ -198,11 +198,9 @@ def splat_attribute(value: ir.Value) -> ir.Attribute | None:
     (the bindings can not read those).
     """
     op = producer(value)
-    name = "" if op is None else op.name
-    while name in _SHAPE_ONLY and is_plain(op):
+    while op is not None and op.name in _SHAPE_ONLY and is_plain(op):
         op = producer(op.operands[0])
-        name = "" if op is None else op.name
-    if name != "stablehlo.constant" or not is_plain(op):
+    if op is None or op.name != "stablehlo.constant" or not is_plain(op):
         return None
     kind = op.results[0].type
     if kind.encoding is not None or isinstance(kind.element_type, ir.ComplexType):

@@ -237,10 +237,9 @@ class Target:
         if row is not None:
             spec = DEVICE_SPECS[row]
             return cls(spec.platform, spec, kind, len(devices), devices)
-        platform = {"cuda": "gpu", "rocm": "gpu"}.get(
-            devices[0].platform, devices[0].platform
-        )
-        row = FALLBACKS.get(platform, "cpu")
+        known = {"cuda": "gpu", "rocm": "gpu", "gpu": "gpu", "tpu": "tpu"}
+        platform = known.get(devices[0].platform, "cpu")
+        row = FALLBACKS[platform]
         note = f"no numbers for {kind!r}: those of {row} are assumed"
         spec = DEVICE_SPECS[row]
         return cls(platform, spec, kind, len(devices), devices, note)

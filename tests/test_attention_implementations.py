@@ -353,6 +353,34 @@ def test_cudnn_lowers_anywhere(name: str) -> None:
     assert text.count("stablehlo.custom_call") == 1
 
 
+def emulated_custom_call(q, k, v, bias, scale, causal, window):
+    """What cuDNN's kernel computes, as seen on an H200 (cuDNN 9, jax 0.11.2)."""
+    wide = jnp.float32
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    x = jnp.einsum("bthd,bshd->bhts", q.astype(wide), k.astype(wide)) * scale
+    if bias is not None:
+        assert bias.ndim == 4
+        assert bias.shape[0] in (1, q.shape[0])
+        assert bias.shape[1] in (1, q.shape[2])
+        assert bias.shape[2:] == (q.shape[1], k.shape[1])
+        x = x + bias.astype(wide)
+    distance = jnp.arange(k.shape[1]) - jnp.arange(q.shape[1])[:, None]
+    assert causal or not window
+    assert not window or q.shape[1] <= k.shape[1]
+    keep = (distance <= 0) & (distance > -(window or k.shape[1] + q.shape[1]))
+    x = jnp.where(keep, x, -jnp.inf) if causal else x
+    probs = jax.nn.softmax(x, axis=-1).astype(v.dtype).astype(wide)
+    return jnp.einsum("bhts,bshd->bthd", probs, v.astype(wide)).astype(v.dtype)
+
+
+@pytest.mark.parametrize("name", CUDNN_SITES)
+def test_cudnn_semantics(name: str, monkeypatch) -> None:
+    """What is asked of cuDNN adds up to the site, in whatever form it is asked."""
+    monkeypatch.setattr(cudnn, "custom_call", emulated_custom_call)
+    site = make_site(name, "bfloat16")
+    site.check(cudnn.IMPLEMENTATION.build(site.spec, Target.parse("h200")))
+
+
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CUDNN_SITES)

@@ -597,7 +597,7 @@ def test_random_programs(enable_x64) -> None:
 
 @pytest.mark.slow
 def test_more_random_programs(enable_x64) -> None:
-    check_random_programs(range(1000, 1500))
+    check_random_programs(range(1000, 1250))
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from hlo_tools.matching.softmax import (
     is_sum_of,
     match_softmax,
 )
-from hlo_tools.matching.visibility import name_pieces
+from hlo_tools.matching.visibility import name_pieces, require_visible_keys
 
 
 @dataclass
@@ -298,6 +298,8 @@ class _Attempt:
             self.dot.results[0], score.value, out, *normalizing,
         }  # fmt: skip
         name_pieces(self.builder, match)
+        if not softmax.stable:
+            require_visible_keys(match)
         return match
 
     def _sides(self, scores: Expr, score: Expr) -> list[tuple[object, Index]]:

@@ -181,7 +181,7 @@ class CanonicalSite:
             return spec
         return dataclasses.replace(spec, score_mod=self._named_score_mod(spec))
 
-    def _evaluate(self, expr: Expr, sides, q_pos, k_pos, dtype, scores=None):
+    def _evaluate(self, expr: Expr, sides, q_pos, k_pos, scores=None):
         inputs = {node: sides[place] for node, place in self._leaves.items()}
         if scores is not None:
             inputs[id(self.match.score)] = scores
@@ -191,14 +191,13 @@ class CanonicalSite:
                 return q_pos[:, None]
             return k_pos
 
-        return evaluate(expr, inputs, positions, dtype)
+        return evaluate(expr, inputs, positions)
 
     def _score_mod(self, factor: float) -> Callable:
         def score_mod(scores, sides, q_pos, k_pos):
             scaled = scores if factor == 1.0 else scores * factor
-            return self._evaluate(
-                self.match.scores, sides, q_pos, k_pos, scores.dtype, scaled
-            )
+            result = self._evaluate(self.match.scores, sides, q_pos, k_pos, scaled)
+            return result.astype(scores.dtype)
 
         return score_mod
 
@@ -229,14 +228,15 @@ class CanonicalSite:
         dtype = jnp.float64 if self.match.score.dtype == "f64" else jnp.float32
         total = None
         for factor, expr in self.match.pieces.biases:
-            term = factor * self._evaluate(expr, sides, q_pos, k_pos, dtype)
+            term = self._evaluate(expr, sides, q_pos, k_pos).astype(dtype)
+            term = term if factor == 1 else factor * term
             total = term if total is None else total + term
         return total if total is None else _rank5(total)
 
     def _mask_fn(self, sides, q_pos, k_pos):
         total = None
         for expr in self.match.data_masks:
-            term = self._evaluate(expr, sides, q_pos, k_pos, jnp.float32)
+            term = self._evaluate(expr, sides, q_pos, k_pos)
             total = term if total is None else total & term
         return total if total is None else _rank5(total)
 

@@ -46,29 +46,24 @@ def _remainder(left, right):
     return lax.rem(left, right)
 
 
-def evaluate(
-    expr: Expr,
-    inputs: Mapping[int, Any],
-    positions: Callable[[Expr], Any],
-    compute_dtype: Any,
-):
-    """Evaluates an expression on arrays.
+def evaluate(expr: Expr, inputs: Mapping[int, Any], positions: Callable[[Expr], Any]):
+    """Evaluates an expression on arrays, operation by operation.
+
+    Every value is computed in the program's own type: its roundings decide, for
+    instance, whether a mask value absorbs a score, or where two float positions
+    are equal.
 
     Args:
       expr: what to evaluate.
       inputs: arrays for nodes, by ``id`` of the node (the scores, the sides).
       positions: gives the array of an iota node.
-      compute_dtype: floating point values are computed in this type; narrower
-        roundings of the original are skipped.
 
     Returns:
-      An array, broadcastable to the tile.
+      An array of the expression's type, broadcastable to the tile.
     """
     memo: dict[int, Any] = {}
 
     def cast(array, dtype: str):
-        if is_float(dtype):
-            return jnp.asarray(array).astype(compute_dtype)
         return jnp.asarray(array).astype(NUMPY_TYPES[dtype])
 
     def visit(node: Expr):

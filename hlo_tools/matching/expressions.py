@@ -99,7 +99,8 @@ def fold(name: str, dtype: str, values: list[Any]):
     if name == "divide" and not is_float(dtype):
         return None  # integer division rounds to zero; not needed
     if name == "convert":
-        return NUMPY_TYPES[dtype](values[0])
+        with np.errstate(all="ignore"):
+            return NUMPY_TYPES[dtype](values[0])
     if name not in functions:
         return None
     with np.errstate(all="ignore"):
@@ -124,7 +125,8 @@ class Builder:
         return node
 
     def const(self, value: Any, dtype: str) -> Expr:
-        value = NUMPY_TYPES[dtype](value)
+        with np.errstate(all="ignore"):
+            value = NUMPY_TYPES[dtype](value)
         return self._make("const", "", (), value, value.tobytes(), dtype, frozenset())
 
     def iota(self, dim: tuple[Atom, ...], dtype: str) -> Expr:

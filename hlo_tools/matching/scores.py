@@ -70,6 +70,13 @@ def _booleans(expr: Expr) -> list[Expr]:
     return found
 
 
+def _has_large_constant(expr: Expr) -> bool:
+    return any(
+        node.kind == "const" and is_float(node.dtype) and abs(float(node.data)) > 1e3
+        for node in expr.walk()
+    )
+
+
 class _Unnamed(Exception):
     pass
 
@@ -134,7 +141,10 @@ class _Walk:
             sign = -1.0
         if self.holds_score(other) or self.result.softcap is not None:
             return None  # a bias inside the tanh has no name
-        if not self._additive_mask(other, sign):
+        masked = self._additive_mask(other, sign)
+        if not masked and expr.dtype in ("f16", "bf16") and _has_large_constant(other):
+            return None  # it may absorb the score in this type
+        if not masked:
             self.result.biases.append((sign * self.factor, other))
         return inner
 
@@ -186,9 +196,9 @@ class _Walk:
         if other.kind != "const":
             return None
         constant = float(other.data)
-        factor = constant if expr.name == "multiply" else 1.0 / constant
-        if constant == 0 or not np.isfinite(factor):
+        if constant == 0 or not np.isfinite(constant):
             return None
+        factor = constant if expr.name == "multiply" else 1.0 / constant
         self.factor *= factor
         return inner
 

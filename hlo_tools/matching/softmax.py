@@ -29,11 +29,14 @@ class Softmax:
       scores: its argument; shifts that are constant along the axes are dropped.
       exponential: the exp node, for the deferred division.
       normalized: False if the division by the sum is still to come.
+      stable: whether the maximum along the axes is subtracted first, so that a
+        row of equal scores is uniform whatever the scores are.
     """
 
     scores: Expr
     exponential: Expr
     normalized: bool
+    stable: bool
 
 
 def strip_converts(expr: Expr) -> Expr:
@@ -87,19 +90,37 @@ def _absorb(reader: Reader, expr: Expr, axes: Dim, depth: int = 6) -> None:
             _absorb(reader, arg, axes, depth - 1)
 
 
-def _without_shift(reader: Reader, expr: Expr, axes: Dim) -> Expr:
-    """Drops addends of an exponent that are constant along the axes."""
-    while True:
-        expr = strip_converts(expr)
-        if _is_op(expr, "subtract") and not expr.args[1].atoms & set(axes):
-            expr, shift = expr.args
-        elif _is_op(expr, "add") and not expr.args[1].atoms & set(axes):
-            expr, shift = expr.args
-        elif _is_op(expr, "add") and not expr.args[0].atoms & set(axes):
-            shift, expr = expr.args
-        else:
-            return expr
-        _absorb(reader, shift, axes)
+def _is_maximum_of(reader: Reader, shift: Expr, scores: Expr, axes: Dim) -> bool:
+    """Returns whether `shift` is the largest of `scores` along the axes."""
+    shift = look(reader, shift)
+    if _is_op(shift, "select"):
+        # where(is_finite(m), m, 0): another value only if m is infinite
+        guard = look(reader, shift.args[0])
+        if _is_op(guard, "is_finite") and shift.args[2].is_const(0):
+            shift = look(reader, shift.args[1])
+    if shift.kind != "reduce" or shift.name != "maximum":
+        return False
+    return body_along(reader, shift, axes) is scores
+
+
+def _without_shift(reader: Reader, expr: Expr, axes: Dim) -> tuple[Expr, bool]:
+    """Drops what is subtracted last, if it is constant along the axes.
+
+    Returns:
+      What is left, and whether exactly its maximum was subtracted.
+    """
+    expr = strip_converts(expr)
+    if _is_op(expr, "subtract"):
+        scores, shift = expr.args
+    elif _is_op(expr, "add") and _is_op(strip_converts(expr.args[1]), "negate"):
+        scores, shift = expr.args[0], strip_converts(expr.args[1]).args[0]
+    else:
+        return expr, False
+    if shift.atoms & set(axes):
+        return expr, False
+    _absorb(reader, shift, axes)
+    scores = strip_converts(scores)
+    return scores, _is_maximum_of(reader, shift, scores, axes)
 
 
 def _split_division(reader: Reader, expr: Expr) -> tuple[Expr, Expr | None]:
@@ -122,8 +143,14 @@ def is_sum_of(reader: Reader, expr: Expr, term: Expr, axes: Dim) -> bool:
     return body_along(reader, total, axes) is term
 
 
-def _is_logsumexp(reader: Reader, expr: Expr, exponent: Expr, axes: Dim) -> bool:
-    """Returns whether `expr` is log(sum(exp(exponent))), shifted or not."""
+def _match_logsumexp(
+    reader: Reader, expr: Expr, exponent: Expr, axes: Dim
+) -> bool | None:
+    """Recognizes log(sum(exp(exponent))), shifted or not.
+
+    Returns:
+      Whether the maximum is the shift; None if it is no logarithm of that sum.
+    """
     expr = look(reader, expr)
     pairs = [(expr, None)]
     if _is_op(expr, "add"):
@@ -142,15 +169,15 @@ def _is_logsumexp(reader: Reader, expr: Expr, exponent: Expr, axes: Dim) -> bool
             continue
         inner = strip_converts(body.args[0])
         if shift is None and inner is exponent:
-            return True
+            return False
         if (
             shift is not None
             and _is_op(inner, "subtract")
             and strip_converts(inner.args[0]) is exponent
             and strip_converts(inner.args[1]) is strip_converts(shift)
         ):
-            return True
-    return False
+            return _is_maximum_of(reader, shift, exponent, axes)
+    return None
 
 
 def match_softmax(reader: Reader, probabilities: Expr, axes: Dim) -> Softmax:
@@ -164,17 +191,18 @@ def match_softmax(reader: Reader, probabilities: Expr, axes: Dim) -> Softmax:
     if not _is_op(exponential, "exponential"):
         _explain_probabilities(reader, strip_converts(probabilities), axes)
     exponent = strip_converts(exponential.args[0])
-    scores = _without_shift(reader, exponent, axes)
+    scores, stable = _without_shift(reader, exponent, axes)
     if denominator is None:
         if _is_op(exponent, "subtract"):
             minuend = strip_converts(exponent.args[0])
-            if _is_logsumexp(reader, exponent.args[1], minuend, axes):
-                scores = _without_shift(reader, minuend, axes)
-                return Softmax(scores, exponential, True)
-        return Softmax(scores, exponential, False)
+            inside = _match_logsumexp(reader, exponent.args[1], minuend, axes)
+            if inside is not None:
+                scores, stable = _without_shift(reader, minuend, axes)
+                return Softmax(scores, exponential, True, stable or inside)
+        return Softmax(scores, exponential, False, stable)
     if not is_sum_of(reader, denominator, exponential, axes):
         _explain_denominator(reader, denominator, exponential)
-    return Softmax(scores, exponential, True)
+    return Softmax(scores, exponential, True, stable)
 
 
 _RANDOM_OPS = ("stablehlo.rng_bit_generator", "stablehlo.rng")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hlo_tools.matching.expressions import Builder, Expr
 from hlo_tools.matching.index_space import dim_size
 from hlo_tools.matching.masks import Band, band_of, sees_a_key
+from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.scores import Scores, name_scores
 
 if TYPE_CHECKING:
@@ -39,6 +40,25 @@ def name_pieces(builder: Builder, match: AttentionMatch) -> None:
     if pieces.named:
         match.band, match.data_masks = band, data_masks
         match.rows_never_empty = never_empty
+
+
+def require_visible_keys(match: AttentionMatch) -> None:
+    """Refuses rows without keys where the maximum is not subtracted.
+
+    There exp gives 0 for every key, and the program 0 / 0.
+    """
+    pieces = match.pieces
+    if pieces.named and match.rows_never_empty and not pieces.biases:
+        return
+    raise NoMatchError(
+        "the softmax does not subtract the maximum of its scores, and a row whose "
+        "keys are all masked would be NaN",
+        near=True,
+        value=match.score.value,
+        got="an exponential of scores that are not shifted by their own maximum",
+        expected="exp(x - max(x)) along the keys",
+        edit="use jax.nn.softmax, or subtract the maximum of the masked scores",
+    )
 
 
 def _intersection(one: Band, other: Band) -> Band:

@@ -84,7 +84,7 @@ def collapse(op: ir.Operation) -> Match | str | None:
         return _LOST
     if identity:
         return Match(op, lambda rewriter: source)
-    if not is_plain(above):
+    if above is None or not is_plain(above):
         return _LOST
     reason = None
     for rule in rules:

@@ -115,7 +115,9 @@ def _climb(value: ir.Value, block: Any) -> tuple[_Scale, list[ir.Operation]] | N
     path: list[ir.Operation] = []
     while True:
         op = producer(value)
-        name = "" if op is None else op.name
+        if op is None:
+            return None
+        name = op.name
         if name not in _MOVES and name not in (_MULTIPLY, _DIVIDE):
             return None
         if op.block != block or not is_plain(op) or single_user(value) is None:
@@ -195,7 +197,7 @@ def scale_product(op: ir.Operation) -> Match | str | None:
     if str(element_type(result)) not in _WIDE_FLOATS:
         return "the product could overflow before it is scaled"
     factors = [side[0].factor for side in found if side is not None]
-    number = _rounded(math.prod(factors), element_type(result))
+    number = _rounded(math.prod(factors, start=Fraction(1)), element_type(result))
     if number is None:
         return "the merged constant would overflow or be subnormal"
 

@@ -95,9 +95,9 @@ def sink_transpose(op: ir.Operation) -> Match | str | None:
 class _Dot:
     """The dimension numbers of a dot_general; sides are 0 (left) and 1 (right)."""
 
-    batch: tuple[tuple[int, ...], tuple[int, ...]]
-    contracting: tuple[tuple[int, ...], tuple[int, ...]]
-    ranks: tuple[int, int]
+    batch: tuple[tuple[int, ...], ...]
+    contracting: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
 
     @classmethod
     def read(cls, op: ir.Operation) -> _Dot:
@@ -115,7 +115,9 @@ class _Dot:
         )
 
     def attribute(self) -> ir.Attribute:
-        return stablehlo.DotDimensionNumbers.get(*self.batch, *self.contracting)
+        return stablehlo.DotDimensionNumbers.get(
+            self.batch[0], self.batch[1], self.contracting[0], self.contracting[1]
+        )
 
     def free(self, side: int) -> list[int]:
         used = {*self.batch[side], *self.contracting[side]}

@@ -153,5 +153,6 @@ def convert_of_select(op: ir.Operation) -> Match | str | None:
     old, new = element_type(source), element_type(result)
     results = [exact_convert(number, old, new) for number in (found.on, found.off)]
     if None not in results and is_mask(result):
-        return choice(op, found.mask, *results)
+        on, off = (bool(number) for number in results)
+        return choice(op, found.mask, on, off)
     return _select_constants(op, found.mask, results)

@@ -54,7 +54,9 @@ def _is_plain_function(function: ir.OpView) -> bool:
     if not _FUNCTION_ATTRIBUTES.issuperset(attributes.keys()):
         return False
     for name in ("arg_attrs", "res_attrs"):
-        if name in attributes and any(len(ir.DictAttr(a)) for a in attributes[name]):
+        if name in attributes and any(
+            len(ir.DictAttr(a)) for a in ir.ArrayAttr(attributes[name])
+        ):
             return False
     return True
 

@@ -61,24 +61,23 @@ class Plan:
     band_in_bias: bool = False
 
 
-def make_plan(spec: AttentionSpec) -> Plan | None:
-    """Returns how a named site is put to cuDNN, or None if no query sees a key."""
+def make_plan(spec: AttentionSpec) -> Plan:
+    """Returns how a named site, some query of which sees a key, is put to cuDNN."""
     low, high = spec.band
     first = 0 if low is None else max(low, 0)
     end = spec.k_len if high is None else min(spec.q_len + high, spec.k_len)
-    if first >= end or (low is not None and high is not None and low > high):
-        return None
     # Among the keys that are left, does a limit still hide one from some query?
     hides_left = low is not None and spec.q_len - 1 + low > first
     if not hides_left and (high is None or high >= end - 1):
         return Plan(first, end)
     # Then nothing is cut off: that would copy k and v.
     hides_left = low is not None and spec.q_len - 1 + low > 0
+    window = 1 - low if low is not None and hides_left else 0
     # cuDNN has no sliding window beside a bias, nor for more queries than keys.
     biased = spec.has_bias or spec.has_mask
     if high != 0 or (hides_left and (biased or spec.q_len > spec.k_len)):
         return Plan(0, spec.k_len, band_in_bias=True)
-    return Plan(0, spec.k_len, causal=True, window=1 - low if hides_left else 0)
+    return Plan(0, spec.k_len, causal=True, window=window)
 
 
 def cudnn_attention(
@@ -97,7 +96,6 @@ def cudnn_attention(
       [B,T,H,Dv] in `spec.out_dtype`.
     """
     plan = make_plan(spec)
-    assert plan is not None, "supports() refuses such sites"
     bias = scores_bias(spec, plan, sides)
     keys = slice(plan.first, plan.end)
     out = custom_call(
@@ -310,7 +308,7 @@ def _unsupported_form(spec: AttentionSpec, target: Target) -> str | None:
         return "a value dim that is not the head dim needs Hopper or later"
     if not spec.masks_are_negligible:
         return f"masked scores are {spec.mask_fill}, not so low as to count nothing"
-    if spec.score_count == 0 or make_plan(spec) is None:
+    if spec.score_count == 0 or cost.visible_scores(spec, 0) == 0:
         return "no query sees a key"
     return None
 

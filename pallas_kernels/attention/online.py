@@ -253,15 +253,15 @@ class _QueryBlock:
         if not self.skips:
             return 0, 0, self.count
         size = np.int32(self.blocks.keys)
-        end = self.count
+        first, middle, end = 0, 0, self.count
         if high is not None:
             seen = jnp.maximum(t + (self.blocks.queries + high), 0)
             end = jnp.minimum(lax.div(seen + (size - 1), size), self.count)
+            seen_by_all = jnp.maximum(t + (1 + high), 0)
+            middle = jnp.minimum(lax.div(seen_by_all, size), whole)
         if low is not None:
-            first = lax.div(jnp.maximum(t + low, 0), size)
-            return first, first, end
-        seen_by_all = jnp.maximum(t + (1 + high), 0)
-        return 0, jnp.minimum(lax.div(seen_by_all, size), whole), end
+            first = middle = lax.div(jnp.maximum(t + low, 0), size)
+        return first, middle, end
 
     def _key_block(self, edge, q, k, v, sides, at, lead, index, carry):
         """One step of the online softmax, on q [pairs,rows,D]."""
@@ -280,7 +280,7 @@ class _QueryBlock:
             q,
             k_tile.reshape(pairs, keys, depth),
             (((2,), (2,)), ((0,), (0,))),
-            precision=spec.precision[0],
+            precision=spec.precision[0].lower(),
             preferred_element_type=dtype,
         )  # [pairs,rows,s]
         place, size = (b, h, 0, t, s), (*lead, keys)
@@ -304,7 +304,7 @@ class _QueryBlock:
             probs.astype(self.value_operand),
             v_tile.reshape(pairs, keys, spec.value_dim),
             (((2,), (1,)), ((0,), (0,))),
-            precision=spec.precision[1],
+            precision=spec.precision[1].lower(),
             preferred_element_type=dtype,
         )  # [pairs,rows,Dv]
         total = total * decay + probs.sum(-1)

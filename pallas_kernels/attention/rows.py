@@ -149,7 +149,7 @@ def _block(
         q_tile.reshape(pairs, rows, spec.head_dim),
         k_tile.reshape(pairs, keys, spec.head_dim),
         (((2,), (2,)), ((0,), (0,))),
-        precision=spec.precision[0],
+        precision=spec.precision[0].lower(),
     )  # [pairs,rows,s]
     size = (*lead, keys)
     side_tiles = tuple(tiles.side_tile(side, (b, h, 0, t, s), size) for side in sides)
@@ -160,7 +160,7 @@ def _block(
         probs,
         v_tile.reshape(pairs, keys, spec.value_dim),
         (((2,), (1,)), ((0,), (0,))),
-        precision=spec.precision[1],
+        precision=spec.precision[1].lower(),
     )  # [pairs,rows,Dv]
     result = (result / total).astype(out.dtype).reshape(*lead, spec.value_dim)
     return tiles.update_tile(out, result, (b, h, 0, t, 0))

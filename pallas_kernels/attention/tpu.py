@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlo_tools.composites import AttentionSpec, Implementation, fix_empty_rows
+from hlo_tools.errors import UnsupportedError
 from hlo_tools.targets import Target
 from pallas_kernels.attention import cost, tiles
 
@@ -63,8 +64,12 @@ class Plan:
     block_k_compute: int
 
 
-def make_plan(spec: AttentionSpec) -> Plan | str:
-    """Returns how a named site is put to the kernels, or why it can not be."""
+def make_plan(spec: AttentionSpec) -> Plan:
+    """Returns how a named site is put to the kernels.
+
+    Raises:
+      UnsupportedError: neither can compute it.
+    """
     mask = _mask_shape(spec)
     key_mask = mask is not None and mask[1:4] == (1, 1, 1)
     dense = spec.has_bias or (mask is not None and not key_mask)
@@ -73,13 +78,15 @@ def make_plan(spec: AttentionSpec) -> Plan | str:
     sizes = (q_len, k_len, block_q, block_k, min(block_k, COMPUTE_KEYS))
     flash = spec.softcap is None and spec.band in ((None, None), (None, 0))
     # Splash attention knows no batch: a mask for each costs it another grid dim.
-    own_masks = key_mask and mask[0] > 1
+    own_masks = mask is not None and key_mask and mask[0] > 1
     if not dense and _scale_is_exact(spec) and not (own_masks and flash):
         return Plan("splash", key_mask, False, *sizes)
     if flash:
         return Plan("flash", key_mask and not dense, dense, *sizes)
     why = "a mask or bias of whole rows" if dense else "a scale not exact in q"
-    return f"softcaps and windows are for splash attention, which can not take {why}"
+    raise UnsupportedError(
+        f"softcaps and windows are for splash attention, which can not take {why}"
+    )
 
 
 def _mask_shape(spec: AttentionSpec) -> tuple[int, ...] | None:
@@ -174,7 +181,7 @@ def _key_segments(spec: AttentionSpec, plan: Plan, sides) -> jax.Array | None:
     return _pad(seen, {1: plan.k_len})
 
 
-def _splash(spec: AttentionSpec, plan: Plan, q, k, v, sides) -> jax.Array:
+def _splash(spec: AttentionSpec, plan: Plan, q, k, v, sides) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernels,
     )
@@ -285,8 +292,11 @@ def _supports(spec: AttentionSpec, target: Target) -> str | None:
         return "an operand is empty, or the scale is not positive"
     if cost.visible_scores(spec, 0) == 0:
         return "no query sees a key"
-    plan = make_plan(spec)
-    return plan if isinstance(plan, str) else None
+    try:
+        make_plan(spec)
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 def _seconds(spec: AttentionSpec, target: Target) -> float:
