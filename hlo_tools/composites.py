@@ -74,8 +74,8 @@ class AttentionSpec:
         the average of all v if `mask_fill` is finite, and NaN if it is -inf.
       sides: the side operands, in order.
       score_mod: function of (scores [b,K,G,t,s], sides, q_pos int32 [t], k_pos int32
-        [s]) -> X, on any tile, with the sides sliced to it, in the dtype of `scores`. None is
-        allowed when `named`: the fields are used.
+        [s]) -> X, on any tile, with the sides sliced to it, in the dtype of `scores`.
+        None is allowed when `named`: the fields are used.
       bias_fn: function of (sides, q_pos, k_pos) -> rank 5, broadcastable to the tile.
       mask_fn: the same, bool, without the causal and window part.
     """

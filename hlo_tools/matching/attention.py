@@ -272,7 +272,11 @@ class _Attempt:
         q_side, k_side, depth = self._operands_of(score)
         q = peel(self.reader, *q_side, scales=True)
         k = peel(self.reader, *k_side, scales=True)
-        v = peel(self.reader, self.dot.operands[1 - self.side], v_index, scales=False)
+        v_value = self.dot.operands[1 - self.side]
+        v = peel(self.reader, v_value, v_index, scales=False)
+        if not self._same_batch(k, v, depth):
+            # heads repeated in one of them only: take both as they are multiplied
+            k, v = Operand(*k_side), Operand(v_value, v_index)
         sides = self._sides(softmax.scores, score)
         out, out_index, normalizing = self._output(softmax, p_index, v_index)
         axes = self._axes(q, k, v, depth, p_index, softmax.scores, sides)
@@ -344,6 +348,10 @@ class _Attempt:
             free = self.dims.free(number, len(self.shapes[number]))
             dims.extend(sides[number][d] for d in free)
         return tuple(dims)
+
+    def _same_batch(self, k: Operand, v: Operand, depth: Dim) -> bool:
+        inner = {*self.keys, *depth, *self.value_dims}
+        return atoms_of(k.index) - inner == atoms_of(v.index) - inner
 
     def _axes(self, q, k, v, depth, p_index, scores, sides) -> Axes:
         q_atoms, k_atoms, v_atoms = (atoms_of(x.index) for x in (q, k, v))

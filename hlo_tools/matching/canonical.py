@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -89,6 +90,9 @@ class CanonicalSite:
         for node in match.scores.walk():
             if node.kind == "op" and node.name not in _EVALUABLE:
                 raise NoMatchError(f"the scores go through stablehlo.{node.name}")
+        factors = (match.q.scale, match.k.scale, match.pieces.scale)
+        if not 1e-30 < abs(math.prod(factors)) < 1e30:
+            raise NoMatchError(f"the scales {factors} leave float32's range together")
         axes = match.axes
         self.side_groups = (
             axes.batch, axes.kv_heads, axes.group, axes.rows, axes.keys,

@@ -82,7 +82,13 @@ class OutlineAttention:
     def _within_limits(self, match: AttentionMatch, site: CanonicalSite) -> None:
         rank = len(shape_of(match.score.value))
         if rank > self.max_rank:
-            raise NoMatchError(f"scores of rank {rank} exceed max-rank={self.max_rank}")
+            raise NoMatchError(
+                f"scores of rank {rank} exceed max-rank={self.max_rank}",
+                near=True,
+                got=f"rank {rank}",
+                expected=f"rank {self.max_rank} or less",
+                edit=f"run outline-attention{{max-rank={rank}}}",
+            )
         if site.spec.k_len < self.min_keys:
             raise NoMatchError(f"{site.spec.k_len} keys are below min-keys")
 
