@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,8 @@ KINDS = ("full", "causal", "mask", "bias", "window")
 def make_spec(size: tuple[int, ...], kind: str, dtype: str) -> AttentionSpec:
     b, h, k, d, t, s = size
     names = ("q", "k", "v", "score", "probs", "out")
-    fields = {"causal": kind in ("causal", "window")}
+    dtypes: dict[str, Any] = {f"{name}_dtype": dtype for name in names}
+    fields: dict[str, Any] = {"causal": kind in ("causal", "window")}
     if kind == "window":
         fields["window"] = (255, 0)
     if kind == "mask":
@@ -52,7 +54,7 @@ def make_spec(size: tuple[int, ...], kind: str, dtype: str) -> AttentionSpec:
     return AttentionSpec(
         batch=b, q_len=t, k_len=s, kv_heads=k, group=h // k, head_dim=d, value_dim=d,
         scale=d**-0.5, mask_fill=-1e30, softmax_dtype="float32", **fields,
-        **{f"{name}_dtype": dtype for name in names},
+        **dtypes,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -61,10 +62,11 @@ SWEEP_TILE = (1 << 16, 1 << 21)  # scores
 def make_spec(size: tuple[int, ...], causal: bool, dtype: str) -> AttentionSpec:
     b, h, k, d, t, s = size
     names = ("q", "k", "v", "score", "softmax", "probs", "out")
+    dtypes: dict[str, Any] = {f"{name}_dtype": dtype for name in names}
     return AttentionSpec(
         batch=b, q_len=t, k_len=s, kv_heads=k, group=h // k, head_dim=d, value_dim=d,
         scale=d**-0.5, causal=causal, mask_fill=-1e30 if causal else None,
-        **{f"{name}_dtype": dtype for name in names},
+        **dtypes,
     )  # fmt: skip
 
 

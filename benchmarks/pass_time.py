@@ -41,6 +41,7 @@ def model_file() -> Path:
 def load(path: Path):
     """Imports a Python file by path."""
     spec = importlib.util.spec_from_file_location("benchmark_model", path)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -74,6 +75,7 @@ def measure(model, name: str, repeats: int) -> dict:
     target = Target.parse(name)
     lowered, lower_seconds = lower(model, target)
     module = lowered.compiler_ir("stablehlo")
+    assert module is not None
     times, cpu_times, reports = [], [], []
     for _ in range(repeats):
         start, cpu_start = time.perf_counter(), time.process_time()

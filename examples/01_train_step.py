@@ -167,7 +167,7 @@ def compare_losses(text: np.ndarray, batch: int, seq: int, steps: int) -> float:
     Returns:
         The largest absolute difference of the two losses over all steps.
     """
-    runs = {
+    runs: dict = {
         name: (jit(train_step, donate_argnums=(0, 1)), fresh_state())
         for name, jit in JITS.items()
     }

@@ -55,6 +55,7 @@ MODEL = Model()
 def evaluate(params, tokens):
     """Returns the mean next-byte loss of tokens [B, S+1] and its accuracy."""
     logits = MODEL.apply(params, tokens[:, :-1])
+    assert isinstance(logits, jax.Array)
     target = tokens[:, 1:]
     log_probs = jax.nn.log_softmax(logits)
     loss = -jnp.take_along_axis(log_probs, target[..., None], axis=-1).mean()

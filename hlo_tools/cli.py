@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ERROR
 
 
-def parse(arguments: Sequence[str]) -> Any:
+def parse(arguments: Sequence[str]) -> Action | int | None:
     """What the arguments ask for: an `Action`, or the status to exit with.
 
     Raises:

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.extend.mlir import ir
 
 from hlo_tools.module import StableHloModule
@@ -45,7 +45,7 @@ def new_report(name: str, target: Target) -> RewriteReport:
     report.versions = {
         "hlo_tools": __version__,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
     }
     return report
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.extend.mlir import ir
@@ -89,7 +90,7 @@ class StableHloModule:
         attributes = self.module.operation.attributes
         if "sym_name" not in attributes:
             return "module"
-        return ir.StringAttr(attributes["sym_name"]).value
+        return str(ir.StringAttr(attributes["sym_name"]).value)
 
     def clone(self) -> StableHloModule:
         return StableHloModule.from_ir(self.module)
@@ -152,7 +153,7 @@ def _parse_error(error: ir.MLIRError, filename: str) -> MlirParseError:
 
 def _frames(location: ir.Location) -> Iterator[tuple[str, int, str]]:
     """Yields (file, line, function), innermost first."""
-    stack: list[tuple[ir.Location, str]] = [(location, "")]
+    stack: list[tuple[Any, str]] = [(location, "")]
     while stack:
         here, function = stack.pop()
         if isinstance(here, ir.CallSiteLoc):

@@ -245,8 +245,9 @@ def _time(seconds: float | None) -> str:
 
 
 def _key(seconds: float | None) -> str:
-    known = seconds is not None and math.isfinite(seconds)
-    return repr(float(seconds)) if known else ""
+    if seconds is None or not math.isfinite(seconds):
+        return ""
+    return repr(float(seconds))
 
 
 def _detail(number: int, group: SiteGroup) -> str:

@@ -300,7 +300,7 @@ def _axes_of(op: ir.Operation) -> tuple[str | None, tuple]:
         return None, tuple(((),) * rank for rank in ranks)
     shardings = sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"]).shardings
     mesh, result = None, []
-    for sharding in map(sdy.TensorShardingAttr, shardings):
+    for sharding in (sdy.TensorShardingAttr(s) for s in shardings):
         dims = [sdy.DimensionShardingAttr(dim) for dim in sharding.dimension_shardings]
         result.append(tuple(_names(dim) for dim in dims))
         mesh = str(sharding.mesh_or_ref).lstrip("@").strip('"')
@@ -309,7 +309,7 @@ def _axes_of(op: ir.Operation) -> tuple[str | None, tuple]:
 
 def _names(dim) -> DimAxes:
     names = []
-    for axis in map(sdy.AxisRefAttr, dim.axes):
+    for axis in (sdy.AxisRefAttr(a) for a in dim.axes):
         sub = "" if axis.sub_axis_info is None else f":{axis.sub_axis_info}"
         names.append(axis.name + sub)
     return tuple(names)

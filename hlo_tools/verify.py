@@ -107,7 +107,7 @@ def compare(got: np.ndarray, want: np.ndarray, tolerance: float) -> VerifyResult
         return VerifyResult(True, 0.0, tolerance, "no finite value to compare")
     scale = max(float(np.abs(want[finite]).max()), np.finfo(np.float32).tiny)
     error = float(np.abs(got[finite] - want[finite]).max()) / scale
-    return VerifyResult(error <= tolerance, error, tolerance, "")
+    return VerifyResult(bool(error <= tolerance), float(error), tolerance, "")
 
 
 def verify_texts(

@@ -7,6 +7,7 @@ arithmetic is exact and no fusion of the backend can change a bit.
 import math
 import random
 import re
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -61,7 +62,7 @@ class RandomProgram:
         self._values.append((name, tuple(shape), kind))
         return name
 
-    def _pick(self, wanted=lambda value: True):
+    def _pick(self, wanted=lambda value: True) -> Any:
         """Returns a value, rather a late one."""
         found = [value for value in self._values if wanted(value)]
         if not found:

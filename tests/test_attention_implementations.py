@@ -492,6 +492,7 @@ def test_tpu_compiles(name: str, kind: str) -> None:
     spec = make_spec(**{**sizes, **TPU_COMPILES[name]})
     assert tpu.IMPLEMENTATION.supports(spec, target) is None
     assert tpu.IMPLEMENTATION.config(spec, target)["kernel"] == name.partition(",")[0]
+    assert target.devices is not None
     on_device = SingleDeviceSharding(target.devices[0])
     shapes = [
         jax.ShapeDtypeStruct((2, 2048, h, spec.head_dim), spec.q_dtype)

@@ -49,6 +49,7 @@ def compile_for(devices):
 @pytest.mark.parametrize("chips", [1, 4])
 def test_tpu(name, chips):
     target = Target.topology(name)
+    assert target.devices is not None
     report, text = compile_for(target.devices[:chips])
     (site,) = report.sites
     assert report.target == name

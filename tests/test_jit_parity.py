@@ -7,6 +7,7 @@ compiles, transformations, and texts (names, errors, log lines).
 import dataclasses
 import functools
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -273,7 +274,7 @@ def test_methods_and_descriptors(jit):
             self.scale = scale
 
         @jit
-        def of_class(scale, x):
+        def of_class(scale: Any, x):
             return scale * x
 
         @staticmethod

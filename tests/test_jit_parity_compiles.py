@@ -33,7 +33,7 @@ def x():
 def test_warm_calls_trace_and_compile_nothing(jit, x):
     events = []
 
-    def listen(event, duration, **kwargs):
+    def listen(event, duration_secs, **kwargs):
         events.append(event)
 
     f = jit(counted(lambda x: x + 1))

@@ -11,6 +11,7 @@ import logging
 import pickle
 import re
 import traceback
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ class Callable:
 FUNCTIONS = {
     "function": lambda: documented,
     "lambda": lambda: lambda x, y=1: x,
-    "partial": lambda: functools.partial(documented, y=2),
+    "partial": lambda: functools.partial(documented, y="b"),
     "object": Callable,
     "method": lambda: Callable().__call__,
     "builtin": lambda: abs,
@@ -193,7 +194,7 @@ class Slots:
 
 
 class Unhashable:
-    __hash__ = None
+    __hash__: Any = None
 
     def __call__(self, x):
         return x

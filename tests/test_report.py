@@ -231,7 +231,8 @@ def test_numbers_are_finite_and_plain() -> None:
 
 
 def test_reading_ignores_unknown_properties() -> None:
-    data = full_report().to_dict() | {"later": 1}
+    data = full_report().to_dict()
+    data["later"] = 1
     data["sites"][0]["later"] = 1
     assert RewriteReport.from_dict(data).to_dict() == full_report().to_dict()
 

@@ -121,6 +121,7 @@ def test_tpu_topology(name: str) -> None:
     target = Target.topology(name)
     assert target.spec.name == name
     assert target.num_devices >= 4
+    assert target.devices is not None
     assert target.devices[0].platform == "tpu"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hlo_tools.matching import masks
 from hlo_tools.matching.expressions import Builder, Expr, is_float
@@ -32,11 +33,7 @@ from hlo_tools.matching.reader import (
     shape_of,
 )
 from hlo_tools.matching.scores import Scores
-from hlo_tools.matching.softmax import (
-    Softmax,
-    is_sum_of,
-    match_softmax,
-)
+from hlo_tools.matching.softmax import Softmax, is_sum_of, match_softmax
 from hlo_tools.matching.visibility import name_pieces, require_visible_keys
 
 
@@ -231,7 +228,7 @@ class _Attempt:
             )
         raise NoMatchError("the softmax's argument holds no product")
 
-    def _operands_of(self, node: Expr):
+    def _operands_of(self, node: Expr) -> Any:
         """Returns ((q value, index), (k value, index), depth) or None."""
         op = defining_op(node.value)
         if not has_plain_algorithm(op) or not is_float(dtype_of(node.value)):

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -97,7 +98,7 @@ class CanonicalSite:
         self.side_groups = (
             axes.batch, axes.kv_heads, axes.group, axes.rows, axes.keys,
         )  # fmt: skip
-        self.values = [match.q.value, match.k.value, match.v.value]
+        self.values: list[Any] = [match.q.value, match.k.value, match.v.value]
         self._leaves: dict[int, int] = {}  # id of node -> number of the side
         self._sides: list[_Side] = []
         self._collect_sides()
@@ -223,6 +224,7 @@ class CanonicalSite:
                     inside = holds(distance, bound)
                     visible = inside if visible is None else visible & inside
             if visible is not None:
+                assert spec.mask_fill is not None
                 result = jnp.where(visible, result, spec.mask_fill)
             return result
 
@@ -366,6 +368,7 @@ def _named_band(match: AttentionMatch):
     if not match.pieces.named or band is None or band.lower is band.upper is None:
         return False, None, 0
     if band.upper is None:
+        assert band.lower is not None
         return False, (-band.lower, None), 0
     if band.lower is None:
         return True, None, band.upper

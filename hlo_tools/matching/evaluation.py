@@ -82,7 +82,7 @@ def evaluate(expr: Expr, inputs: Mapping[int, Any], positions: Callable[[Expr], 
         if node.name == "convert":
             return cast(_truncated(args[0], node), node.dtype)
         if node.name == "divide":
-            return _divide(*args, node.dtype)
+            return _divide(args[0], args[1], node.dtype)
         if node.name == "remainder":
             return _remainder(*args)
         return OPERATIONS[node.name](*args)

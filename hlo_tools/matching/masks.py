@@ -106,6 +106,7 @@ def evaluate(expr: Expr, queries: np.ndarray, positions_of_keys: np.ndarray, row
             return positions.astype(NUMPY_TYPES[node.dtype])
         if node.kind == "leaf":
             table = table_of(node.value)
+            assert table is not None
             return table[
                 tuple(
                     queries if dim == rows else positions_of_keys if dim else 0

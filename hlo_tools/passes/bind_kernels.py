@@ -224,7 +224,8 @@ def _escapes(op: ir.Operation) -> dict[str, list[str]]:
     attributes = ir.DictAttr(op.attributes["composite_attributes"])
     if "escapes" not in attributes:
         return {}
-    return {"escapes": [ir.StringAttr(a).value for a in attributes["escapes"]]}
+    escapes = ir.ArrayAttr(attributes["escapes"])
+    return {"escapes": [ir.StringAttr(a).value for a in escapes]}
 
 
 def _report_of(op: ir.Operation, context: PassContext) -> SiteReport:
