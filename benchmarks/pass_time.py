@@ -41,7 +41,8 @@ def model_file() -> Path:
 def load(path: Path):
     """Imports a Python file by path."""
     spec = importlib.util.spec_from_file_location("benchmark_model", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -127,7 +128,7 @@ def progress(line: str) -> None:
 
 
 def environment() -> dict:
-    """Returns what the numbers depend on: date, versions, machine, command."""
+    """Returns what the numbers depend on: date, versions, machine, load."""
     arguments = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
     versions = {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "flax")}
     return {
@@ -137,6 +138,8 @@ def environment() -> dict:
         "versions": versions,
         "device": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
         "machine": platform.machine(),
+        # Above the number of cores, other work slowed these numbers down.
+        "load_average": os.getloadavg()[0],
     }
 
 

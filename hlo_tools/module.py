@@ -90,13 +90,13 @@ class StableHloModule:
         attributes = self.module.operation.attributes
         if "sym_name" not in attributes:
             return "module"
-        return str(ir.StringAttr(attributes["sym_name"]).value)
+        return ir.StringAttr(attributes["sym_name"]).value
 
     def clone(self) -> StableHloModule:
         return StableHloModule.from_ir(self.module)
 
     def as_text(self, debug_info: bool = False) -> str:
-        return self.module.operation.get_asm(enable_debug_info=debug_info)
+        return str(self.module.operation.get_asm(enable_debug_info=debug_info))
 
     def verify(self) -> None:
         """Checks the module against its dialects.

@@ -15,7 +15,7 @@ def bind_everything(monkeypatch):
     monkeypatch.setattr("hlo_tools.binding.FASTER", float("inf"))
 
 
-def qkv(dtype=np.float32):
+def qkv(dtype: type = np.float32):
     rng = np.random.default_rng(0)
     shapes = ((B, T, H, D), (B, S, H, D), (B, S, H, D))
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]

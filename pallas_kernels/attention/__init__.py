@@ -2,10 +2,11 @@
 
 | file | runs on | what it is |
 |---|---|---|
-| online.py | anything | online softmax in plain JAX, any scores |
+| online.py | anything | online softmax in plain JAX, any scores, tile by tile |
+| rows.py | CPUs | the form of "online" for named scores, which XLA fuses whole |
 | cudnn.py | NVIDIA GPUs | cuDNN's fused attention |
 | tpu.py | TPUs | the flash and splash attention that ship inside JAX |
 | cost.py | - | predicted times, of these and of XLA's own code |
 
-Each of the first three has an `IMPLEMENTATION`, see `hlo_tools.composites`.
+online, cudnn and tpu have an `IMPLEMENTATION` each, see `hlo_tools.composites`.
 """
