@@ -397,6 +397,17 @@ def two_key_axes(q, k, v):
     return jnp.einsum("bhqxy,bxyhd->bqhd", p, v)
 
 
+@spelling((B, T, H, D), (B, 5, 8, H, D), (B, 5, 8, H, D))
+def softmax_over_two_axes(q, k, v):
+    s = jnp.einsum("bqhd,bxyhd->bhqxy", q, k)
+    return jnp.einsum("bhqxy,bxyhd->bqhd", jax.nn.softmax(s, axis=(-1, -2)), v)
+
+
+@spelling(GQA[0], GQA[1], GQA[0])
+def keys_repeated_only(q, k, v):
+    return weighted(jax.nn.softmax(scores(q, jnp.repeat(k, H // K, axis=2))), v)
+
+
 @spelling((B, T, H, D), (B, S, H, D), (B, S, H, D), (H, T, D), (S, D))
 def second_product_as_bias(q, k, v, r, e):
     bias = jnp.einsum("htd,sd->hts", r, e)

@@ -60,6 +60,22 @@ def test_additive_masks_with_empty_rows(fill):
     check(attention(lambda s: s + mask), qkv(), tolerance=tolerance)
 
 
+@pytest.mark.parametrize("fill", [-1e30, -1e9, -np.inf])
+@pytest.mark.parametrize("outer", ["add", "where"])
+def test_two_masks(fill, outer):
+    """Added masks lower a key twice, so an empty row is not uniform."""
+    causal = jnp.asarray(np.tril(np.ones((T, S), bool), k=-4))
+    rows = jnp.asarray(ROW_MASK)
+
+    def change(s):
+        if outer == "add":
+            s = jnp.where(causal, s, fill)
+            return s + jnp.where(rows, 0.0, fill)
+        return jnp.where(causal, s + jnp.where(rows, 0.0, fill), fill)
+
+    check(attention(change), qkv(), tolerance=1e-5)
+
+
 @pytest.mark.parametrize("offset", [-19, -4, 0, 5, 16, 40])
 def test_causal_offsets(offset):
     mask = np.tril(np.ones((T, S), bool), k=offset)

@@ -39,7 +39,7 @@ def marked(name):
     return pytest.param(name, marks=pytest.mark.smoke if name in SMOKE else ())
 
 
-@pytest.mark.parametrize("name", map(marked, SPELLINGS))
+@pytest.mark.parametrize("name", [marked(name) for name in SPELLINGS])
 def test_spelling_is_bound_and_exact(name):
     spelling = SPELLINGS[name]
     text = lowered(spelling, jnp.float32)

@@ -150,7 +150,9 @@ class _Attempt:
     def run(self) -> AttentionMatch:
         p, v = self.side, 1 - self.side
         p_index, v_index = self._expanded(p), self._expanded(v)
-        self.keys: Dim = tuple(a for d in self.dims.contract[p] for a in p_index[d])
+        self.keys: Dim = tuple(
+            a for d in sorted(self.dims.contract[p]) for a in p_index[d]
+        )
         free = self.dims.free(p, len(p_index))
         self.rows = frozenset(a for d in free for a in p_index[d])
         self.value_dims: Dim = tuple(

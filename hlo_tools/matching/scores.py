@@ -169,6 +169,7 @@ class _Walk:
             if visible.is_const(0) and _is_masked(masked):
                 # S + fill is one value over a row only if fill absorbs S
                 self._add_mask(mask, masked, absorbs=float(masked.data) <= _ABSORBING)
+                self._added = True
                 return True
         return False
 
@@ -180,11 +181,15 @@ class _Walk:
             raise _Unnamed("masks with infinite and with finite fill")
         self.result.masks.append(mask)
         several = self.result.fill is not None and value != self.result.fill
-        if not absorbs or several or (self.result.biases and value > _ABSORBING):
+        # what an outer addend hid already is lowered twice: -inf stays -inf
+        twice = self._added and np.isfinite(value)
+        uncertain = self.result.biases and value > _ABSORBING
+        if not absorbs or several or twice or uncertain:
             self.inexact_empty_rows = True
         self.result.fill = min(value, self.result.fill or value)
 
     inexact_empty_rows = False
+    _added = False  # whether a mask was added on the way
 
     def _product(self, expr: Expr) -> Expr | None:
         inner, other = expr.args

@@ -65,6 +65,7 @@ def look(reader: Reader, expr: Expr) -> Expr:
 def body_along(reader: Reader, reduce: Expr, axes: Dim) -> Expr | None:
     """Returns what a reduction sums, its reduced dimensions read at `axes`."""
     _, _, operand, inner, dims = reduce.data
+    dims = sorted(dims)
     sizes = [shape_of(operand)[dim] for dim in dims]
     try:
         parts = regroup((axes,), sizes)

@@ -54,8 +54,8 @@ def require_visible_keys(match: AttentionMatch) -> None:
     elif not pieces.named and _is_mild(match.scores, match.score):
         return
     raise NoMatchError(
-        "the softmax does not subtract the maximum of its scores, and a row whose "
-        "keys are all masked would be NaN",
+        "the softmax does not subtract the maximum of its scores, and a row of very "
+        "low scores would be 0 / 0",
         near=True,
         value=match.score.value,
         got="an exponential of scores that are not shifted by their own maximum",

@@ -127,8 +127,7 @@ def scores_bias(
       sides: whole.
 
     Returns:
-      [B|1,H|1,T,S'], S' the keys that the plan keeps, in float32 unless q's dtype
-      does as well.
+      [B|1,H|1,T,S'], S' the keys that the plan keeps.
     """
     q_pos = jnp.arange(spec.q_len, dtype=jnp.int32)
     k_pos = jnp.arange(spec.k_len, dtype=jnp.int32)
@@ -153,11 +152,10 @@ def scores_bias(
 
 
 def _bias_dtype(spec: AttentionSpec) -> str:
-    """bfloat16 where that loses nothing that the site keeps."""
-    rounded = spec.score_dtype == spec.softmax_dtype == "bfloat16"
-    if spec.q_dtype == "bfloat16" and (rounded or not spec.has_bias):
-        return "bfloat16"
-    return "float32"  # float16 has no number like MASKED
+    """bfloat16 where that is exact; cuDNN takes a float32 bias with any operands."""
+    exact = not spec.has_bias or spec.bias_dtype == "bfloat16"
+    # float16 has no number like MASKED
+    return "bfloat16" if exact and spec.q_dtype == "bfloat16" else "float32"
 
 
 def custom_call(
@@ -297,8 +295,8 @@ def _unsupported_form(spec: AttentionSpec, target: Target) -> str | None:
         return "the scores are modified in a way that it has no form for"
     if spec.softcap is not None:
         return "it has no softcap"
-    if spec.has_bias and spec.bias_dtype not in (None, spec.q_dtype):
-        return f"would round the {spec.bias_dtype} bias to {spec.q_dtype}"
+    if spec.has_bias and spec.bias_dtype == "float64":
+        return "would round the float64 bias to float32"
     hopper = _capability(target) >= 9
     limit = MAX_HEAD_DIM if hopper else MAX_HEAD_DIM_BEFORE_HOPPER
     for name, dim in (("head dim", spec.head_dim), ("value dim", spec.value_dim)):
