@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -30,9 +30,9 @@ PASSES = 2
 # A product of a matrix and a few vectors leaves most of the bandwidth unused: 1.2
 # TB/s of 4.8 with 4 queries a key [h200].
 FEW_ROWS, FEW_ROWS_EFFICIENCY = 16, 0.4
-# The tiles of "online" go through memory several times: 24 bytes a score beside the
-# probabilities, and the accumulator of each key block [h200].
-ONLINE_BYTES = 20
+# The tiles of "online" go through memory several times: these bytes a score beside
+# the probabilities, and the accumulator once for each key block [h200].
+ONLINE_BYTES = 18
 ONLINE_ACCUMULATOR_BYTES = 12
 ONLINE_CALLS = 8  # kernels a tile
 
@@ -40,8 +40,9 @@ ONLINE_CALLS = 8  # kernels a tile
 # Of the matmul peak at head dim 128 and above; less as the root below [h200]:
 # 0.70 at 128 and 0.485 at 64.
 CUDNN_EFFICIENCY = 0.70
-# A bias is read for each score: 0.43 against 0.23 ms at S = 2048 [h200].
-CUDNN_BIAS_SLOWDOWN = 1.9
+# A bias is read for each score: 0.46 ms at S = 2048 if all heads share it, 0.63 ms
+# if not, against 0.22 ms without [h200].
+CUDNN_BIAS_SLOWDOWN = 2.5
 # Blocks that a mask cuts are computed whole, and fill the GPU unevenly: causal times
 # at S of 2048 to 8192 [h200] are those of this many more keys a query.
 BLOCK_WASTE = 384
@@ -109,7 +110,9 @@ def online_seconds(
     """Predicts the time of "online" in tiles of [batch,kv_heads,G,queries,keys]."""
     tiles = -(-spec.q_len // queries) * -(-spec.k_len // keys)
     tiles *= spec.batch // batch * (spec.kv_heads // kv_heads)
-    part = visible_scores(spec, queries + keys) / spec.score_count
+    # Each limit cuts a tile in two somewhere, half of which is wasted.
+    waste = (queries + keys) // 2 * (2 - spec.band.count(None))
+    part = visible_scores(spec, waste) / spec.score_count
     if target.platform == "cpu":
         mask = CPU_TILES_MASK if is_modified(spec) else 0.0
         seconds = _cpu_seconds(spec, target, CPU_TILES + mask, part)
