@@ -179,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         action = parse(given)
         status = action() if callable(action) else int(action or OK)
-        sys.stdout.flush()
+        if not sys.stdout.closed:  # a script may have closed it
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         silence_stdout()

@@ -157,6 +157,10 @@ def _execute(code: types.CodeType, names: dict[str, Any]) -> None:
 
 
 def _run(program, name: str, config: StageConfig, report: Any) -> int:
+    if report is not None and not Path(report).parent.is_dir():
+        # before the program runs: its report would be lost
+        print(f"hlo-tools: {report}: no such folder", file=sys.stderr)
+        return NOT_FOUND
     installation = stage.install(
         passes=config.passes, exactness=config.exactness, verify=config.verify
     )
@@ -166,8 +170,11 @@ def _run(program, name: str, config: StageConfig, report: Any) -> int:
             thread.join()  # it may still compile something
     if report is None:
         return status
+    merged = merge(installation.reports(), name)
+    if stage.is_off():
+        merged.notes.append("HLO_TOOLS switches the stage off: nothing was searched")
     try:
-        _write(merge(installation.reports(), name), os.fspath(report))
+        _write(merged, os.fspath(report))
     except OSError as error:
         print(f"hlo-tools: {report}: {error.strerror or error}", file=sys.stderr)
         return status or NOT_FOUND

@@ -262,12 +262,20 @@ def _changed_probabilities(others: list[Expr]) -> NoMatchError:
             expected="the softmax itself as the left factor of the value product",
             edit="set the attention's dropout rate to 0 (or make it deterministic)",
         )
+    if all(other.kind == "const" for other in others):
+        return NoMatchError(
+            "the probabilities are scaled after the softmax",
+            near=True,
+            got="the softmax times a constant",
+            expected="the softmax itself as the left factor of the value product",
+            edit="scale the values, or the result, instead of the probabilities",
+        )
     return NoMatchError(
         "the probabilities are changed after the softmax",
         near=True,
-        got="a product or select of the softmax",
+        got="a product or select of the softmax with other values",
         expected="the softmax itself as the left factor of the value product",
-        edit="apply the mask to the scores, before the softmax",
+        edit="if it is a mask, apply it to the scores, before the softmax",
     )
 
 

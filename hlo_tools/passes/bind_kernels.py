@@ -14,6 +14,7 @@ from jax.extend.mlir.dialects import func
 
 from hlo_tools import binding, verify
 from hlo_tools.composites import Implementation
+from hlo_tools.errors import UnknownNameError
 from hlo_tools.matching.attention import match_attention
 from hlo_tools.matching.canonical import DTYPE_NAMES, CanonicalSite
 from hlo_tools.matching.outcome import NoMatchError
@@ -51,6 +52,9 @@ class BindKernels:
             for op in module.walk("stablehlo.composite")
             if ir.StringAttr(op.attributes["name"]).value == COMPOSITE
         ]
+        known = binding.load_implementations(COMPOSITE)
+        if self.only and self.only not in known:
+            raise UnknownNameError("implementation", self.only, list(known))
         if not composites:
             return False
         shardings = site_shardings(module, composites)
@@ -92,7 +96,10 @@ class BindKernels:
         report.reason = choice.reason
         if "escapes" in report.attributes:
             where = ", ".join(report.attributes["escapes"])
-            report.reason = f"its scores or probabilities are also used at {where}"
+            report.reason = (
+                "its scores or probabilities are computed anyway, for other uses (as a "
+                f"backward pass has them): {where}"
+            )
             return False
         implementation = choice.implementation
         if implementation is None:

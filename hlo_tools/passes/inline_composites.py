@@ -34,5 +34,6 @@ class InlineComposites:
         for site in context.report.sites:
             if site.status == "outlined":
                 site.status = "inlined"
-                site.reason = site.reason or "left to XLA"
+                if not context.allows("reassociating"):
+                    site.reason = f"exactness {context.exactness!r} allows no kernel"
         return count > 0

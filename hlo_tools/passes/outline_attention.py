@@ -117,6 +117,13 @@ def _text(location) -> str | None:
     return None if location is None else str(location)
 
 
+def _user_text(op: ir.Operation) -> str:
+    """Tells a use of an intermediate: by the program's result, or at a line."""
+    if op.name == "func.return":
+        return "the program's result"
+    return _text(source_location(op)) or op.name
+
+
 def attributes_of(site: CanonicalSite) -> dict[str, object]:
     """Returns the semantics of a site as plain values, for people and attributes."""
     spec = site.spec
@@ -180,7 +187,7 @@ def outline_site(
         location=_text(source_location(match.value_product.operation)),
         status="outlined",
         attributes=attributes,
-        reason="outlined; no pass has bound it yet",
+        reason="outlined; no pass has bound it",
     )
     context.report.sites.append(report)
     return _Outlined(match, region, composite, report, dependent)
@@ -201,7 +208,7 @@ def _report_escapes(outlined: list[_Outlined]) -> None:
         users = one.region.users_outside(living & one.dependent)
         if not users:
             continue
-        where = sorted({_text(source_location(op)) or op.name for op in users})
+        where = sorted({_user_text(op) for op in users})
         one.report.attributes["escapes"] = where
         escapes = ir.ArrayAttr.get([ir.StringAttr.get(text) for text in where])
         old = one.composite.attributes["composite_attributes"]

@@ -94,8 +94,12 @@ def _product_seconds(spec: AttentionSpec, target: Target) -> float:
 
 
 def naive_temp_bytes(spec: AttentionSpec, target: Target) -> int:
-    """Returns the size of the scores and the probabilities, both of which XLA keeps."""
-    itemsize = _itemsize(spec.score_dtype) + _itemsize(spec.probs_dtype)
+    """Returns the size of the scores and the probabilities, as XLA keeps them.
+
+    On a CPU one takes the place of the other [cpu].
+    """
+    sizes = _itemsize(spec.score_dtype), _itemsize(spec.probs_dtype)
+    itemsize = max(sizes) if target.platform == "cpu" else sum(sizes)
     return spec.score_count * itemsize
 
 
