@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend.mlir import ir
 
 from hlo_tools.matching.canonical import DTYPE_NAMES
-from hlo_tools.matching.reader import dtype_of, shape_of
+from hlo_tools.matching.reader import dtype_of, loop_invariant, shape_of
 from hlo_tools.module import StableHloModule
 from hlo_tools.verify import run_text
 
@@ -90,6 +90,7 @@ def results_of(function) -> list[int]:
     memo: dict = {}
 
     def of_value(value, depth: int) -> int:
+        value = loop_invariant(value)  # what a loop hands on is what came in
         if value in memo:
             return memo[value]
         op = value.owner
