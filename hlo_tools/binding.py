@@ -142,17 +142,18 @@ def lower_function(
       key: hashable; equal keys must mean equal programs.  None: do not remember.
     """
     full_key = (key, platform)
-    if key is None or full_key not in _lowered:
+    found = None if key is None else _lowered.get(full_key)
+    if found is None:
         wide = any(str(t.dtype) in ("float64", "int64", "uint64") for t in types)
         with jax.enable_x64(wide or jax.config.jax_enable_x64):
             # keep_unused: the call hands over every operand
             traced = jax.jit(function, keep_unused=True).trace(*types)
             lowered = traced.lower(lowering_platforms=(platform,))
             module = lowered.compiler_ir("stablehlo")
-            _lowered[full_key] = Lowered(
-                module.operation.get_asm(enable_debug_info=True)
-            )
-    return _lowered[full_key]
+            found = Lowered(module.operation.get_asm(enable_debug_info=True))
+        if key is not None:
+            _lowered[full_key] = found
+    return found
 
 
 def splice(module: StableHloModule, lowered: Lowered, name: str) -> str:

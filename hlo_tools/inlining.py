@@ -81,11 +81,6 @@ def inline_all(
     return replaced
 
 
-def inline_calls(module: StableHloModule) -> int:
-    """Inlines every call of a function of the module; returns how many."""
-    return inline_all(module, "func.call", "callee")
-
-
 def inline_composites(
     module: StableHloModule, wanted: Callable[[ir.Operation], bool]
 ) -> int:

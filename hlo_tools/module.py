@@ -139,8 +139,17 @@ class StableHloModule:
 
     def op_count(self) -> int:
         """Returns the number of operations, functions and returns not counted."""
-        ignored = ("builtin.module", "func.func", "func.return", "stablehlo.return")
-        return sum(op.name not in ignored for op in self.walk())
+        ignored = {"builtin.module", "func.func", "func.return", "stablehlo.return"}
+        advance, count = ir.WalkResult.ADVANCE, 0
+
+        def visit(op: ir.Operation) -> ir.WalkResult:
+            nonlocal count
+            if op.name not in ignored:
+                count += 1
+            return advance
+
+        self.module.operation.walk(visit)
+        return count
 
 
 def _parse_error(error: ir.MLIRError, filename: str) -> MlirParseError:

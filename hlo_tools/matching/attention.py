@@ -129,6 +129,7 @@ class _Attempt:
         self.dot, self.side = dot, side
         self.space = IndexSpace()
         self.dims = DotDims.of(dot)
+        self._depth_dims: dict = {}  # kept across runs, as the atoms are
         self.shapes = [shape_of(operand) for operand in dot.operands]
         self.index: list[list[Dim]] = [[()] * len(shape) for shape in self.shapes]
         self._name_dims()
@@ -259,8 +260,6 @@ class _Attempt:
 
     def _depth_dim(self, op, dim: int, size: int) -> Dim:
         key = (op.results[0], dim)
-        if not hasattr(self, "_depth_dims"):
-            self._depth_dims: dict = {}
         if key not in self._depth_dims:
             self._depth_dims[key] = self.space.new_dim(size, "depth")
         return self._depth_dims[key]
