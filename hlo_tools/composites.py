@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
+    from hlo_tools.gradients import GradImplementation
     from hlo_tools.targets import Target
 
 # A masked score of at most this has probability zero beside any real score:
@@ -161,6 +162,7 @@ class Implementation:
       config: (spec, target) -> its choices (block sizes ...), for the report.
       build: (spec, target) -> function of q [B,T,H,D], k [B,S,K,D], v [B,S,K,Dv]
         and the sides, returning [B,T,H,Dv] in `spec.out_dtype`.
+      grad: how it runs together with the backward pass; None if it can not.
     """
 
     name: str
@@ -170,6 +172,7 @@ class Implementation:
     temp_bytes: Callable[[AttentionSpec, Target], int]
     config: Callable[[AttentionSpec, Target], dict[str, Any]]
     build: Callable[[AttentionSpec, Target], Callable]
+    grad: GradImplementation | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "hlo_tools.module",
         "hlo_tools.composites",
+        "hlo_tools.gradients",
         "hlo_tools.targets",
         "hlo_tools.report",
         "hlo_tools.rewriting",
