@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hlo_tools.matching import masks
+from hlo_tools.matching.axes import Axes, find_axes
 from hlo_tools.matching.expressions import Builder, Expr, is_float
+from hlo_tools.matching.gradient import GradMatch, match_gradients
 from hlo_tools.matching.index_space import (
     Dim,
     Index,
@@ -38,19 +40,6 @@ from hlo_tools.matching.visibility import name_pieces, require_visible_keys
 
 
 @dataclass
-class Axes:
-    """The index atoms by role, each a tuple of atoms in canonical order."""
-
-    batch: Dim
-    kv_heads: Dim
-    group: Dim
-    rows: Dim
-    keys: Dim
-    depth: Dim
-    value: Dim
-
-
-@dataclass
 class AttentionMatch:
     """One proven site.
 
@@ -66,6 +55,7 @@ class AttentionMatch:
       band: what the masks of positions alone let through, merged.
       data_masks: the masks that depend on data.
       rows_never_empty: proven that every query sees a key.
+      gradients: the backward passes of the site.
       axes: the index atoms by role.
       members: the values that belong to the site.
     """
@@ -88,6 +78,7 @@ class AttentionMatch:
     band: masks.Band | None = None
     data_masks: list[Expr] = field(default_factory=list)
     rows_never_empty: bool = False
+    gradients: list[GradMatch] = field(default_factory=list)
 
 
 def match_attention(dot, side: int, exponential) -> AttentionMatch:
@@ -111,25 +102,26 @@ def match_attention(dot, side: int, exponential) -> AttentionMatch:
             expected="one multiplication in the operands' type, summed in float32",
             edit="drop the dot algorithm (preset) of the value product",
         )
-    attempt = _Attempt(dot, side)
+    attempt = Attempt(dot, side)
     for _ in range(64):
         try:
             match = attempt.run()
             require_first_product(dot, side, exponential)
+            match.gradients = match_gradients(attempt, match)
             return match
         except SplitAtomError as error:
             attempt.space.split(error)
     raise NoMatchError("reshapes cut the axes into too many pieces")
 
 
-class _Attempt:
+class Attempt:
     """One value product; `run` starts afresh after each split of an atom."""
 
     def __init__(self, dot, side: int):
         self.dot, self.side = dot, side
         self.space = IndexSpace()
         self.dims = DotDims.of(dot)
-        self._depth_dims: dict = {}  # kept across runs, as the atoms are
+        self._named_dims: dict = {}  # kept across runs, as the atoms are
         self.shapes = [shape_of(operand) for operand in dot.operands]
         self.index: list[list[Dim]] = [[()] * len(shape) for shape in self.shapes]
         self._name_dims()
@@ -247,7 +239,7 @@ class _Attempt:
                 index[number][dim] = next(result)
         depth: list = []
         for left, right in zip(*dims.contract, strict=True):
-            atoms = self.space.expand(self._depth_dim(op, left, shapes[0][left]))
+            atoms = self.space.expand(self.named_dim(op, 0, left, shapes[0][left]))
             index[0][left] = index[1][right] = atoms
             depth.extend(atoms)
         keys = set(self.keys)
@@ -258,11 +250,12 @@ class _Attempt:
                 return q_side, k_side, tuple(depth)
         return None
 
-    def _depth_dim(self, op, dim: int, size: int) -> Dim:
-        key = (op.results[0], dim)
-        if key not in self._depth_dims:
-            self._depth_dims[key] = self.space.new_dim(size, "depth")
-        return self._depth_dims[key]
+    def named_dim(self, op, number: int, dim: int, size: int) -> Dim:
+        """Returns the atoms of an operand's dim that the site does not name."""
+        key = (op.results[0], number, dim)
+        if key not in self._named_dims:
+            self._named_dims[key] = self.space.new_dim(size, "depth")
+        return self._named_dims[key]
 
     def _assemble(
         self, softmax: Softmax, score: Expr, p_index: Index, v_index: Index
@@ -277,7 +270,9 @@ class _Attempt:
             k, v = Operand(*k_side), Operand(v_value, v_index)
         sides = self._sides(softmax.scores, score)
         out, out_index, normalizing = self._output(softmax, p_index, v_index)
-        axes = self._axes(q, k, v, depth, p_index, softmax.scores, sides)
+        axes = find_axes(
+            q, k, v, depth, self.keys, self.value_dims, p_index, softmax.scores, sides
+        )
         match = AttentionMatch(
             out=out,
             out_index=out_index,
@@ -350,49 +345,3 @@ class _Attempt:
     def _same_batch(self, k: Operand, v: Operand, depth: Dim) -> bool:
         inner = {*self.keys, *depth, *self.value_dims}
         return atoms_of(k.index) - inner == atoms_of(v.index) - inner
-
-    def _axes(self, q, k, v, depth, p_index, scores, sides) -> Axes:
-        q_atoms, k_atoms, v_atoms = (atoms_of(x.index) for x in (q, k, v))
-        keys, values = set(self.keys), set(self.value_dims)
-        if not set(depth) <= q_atoms & k_atoms or not keys <= k_atoms & v_atoms:
-            raise NoMatchError("an operand is constant along a contracted axis")
-        if not values <= v_atoms:
-            raise NoMatchError("the values are constant along their own axis")
-        k_batch, v_batch = k_atoms - keys - set(depth), v_atoms - keys - values
-        if k_batch != v_batch:
-            raise NoMatchError("keys and values vary along different axes")
-        if q_atoms & (keys | values):
-            raise NoMatchError("the queries vary along the key axis")
-        out = {a for dim in p_index for a in dim} - keys
-        own = sorted(out - k_batch, key=lambda a: a.serial)
-        rows = self._query_axes(own, scores, sides)
-        group = tuple(a for a in own if a not in rows)
-        batch, kv_heads = self._split_batch(k, k_batch, grouped=bool(group))
-        return Axes(batch, kv_heads, group, rows, self.keys, depth, self.value_dims)
-
-    def _split_batch(self, k: Operand, k_batch, grouped: bool) -> tuple[Dim, Dim]:
-        """Returns (batch, heads): any split is right, this one needs no transpose.
-
-        The innermost axis is the head axis; alone, it is one if queries share its
-        keys or if it varies faster than the keys ([S,H,D]).
-        """
-        order = [a for dim in k.index for a in dim]
-        found = tuple(a for a in order if a in k_batch)
-        inner = found and order.index(found[-1]) > order.index(self.keys[0])
-        if len(found) > 1 or grouped or inner:
-            return found[:-1], found[-1:]
-        return found, ()
-
-    def _query_axes(self, own, scores: Expr, sides) -> Dim:
-        """Chooses which of the axes that only queries have is the query axis."""
-        if len(own) <= 1:
-            return tuple(own)
-        for node in scores.walk():
-            if node.kind == "iota" and set(node.index[0]) <= set(own):
-                return node.index[0]
-        for _, index in sides:
-            atoms = atoms_of(index)
-            shared = tuple(a for a in own if a in atoms)
-            if atoms & set(self.keys) and 0 < len(shared) < len(own):
-                return shared
-        return (max(own, key=lambda a: (a.size, a.serial)),)

@@ -8,10 +8,13 @@ constant scale.  They are peeled off, so that a kernel reads the array itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hlo_tools.matching.expressions import is_float
 from hlo_tools.matching.index_space import (
+    Atom,
+    Dim,
     IncompatibleReshapeError,
     Index,
     SplitAtomError,
@@ -128,3 +131,93 @@ def peel(reader: Reader, value, index: Index, *, scales: bool) -> Operand:
 
 def _drops(outer: Index, inner: Index) -> bool:
     return {a for dim in outer for a in dim} != {a for dim in inner for a in dim}
+
+
+@dataclass
+class Step:
+    """One place on the way from a product's operand down to its array.
+
+    Attributes:
+      value, index: as in `Operand`.
+      scale: constant factor between it and the product's operand.
+      above: the values computed from it on the way.
+    """
+
+    value: object
+    index: Index
+    scale: float
+    above: tuple
+
+
+def trail(reader: Reader, value, index: Index, origin: Callable) -> list[Step]:
+    """Returns every array that an operand is a rearrangement or multiple of.
+
+    Conversions between floating point types are passed, and so are barriers and
+    saved stacks (`origin`).
+    """
+    steps, scale, above = [], 1.0, ()
+    while True:
+        value = origin(value)
+        steps.append(Step(value, index, scale, above))
+        op = defining_op(value)
+        if op is None:
+            return steps
+        name, operand, inner = op.operation.name, op.operands[0], index
+        if name in SHAPE_OPS:
+            try:
+                inner = operand_index(op, index)
+            except IncompatibleReshapeError:
+                return steps
+            except SplitAtomError:
+                if _broadcasts_below(op.operands[0]):
+                    raise
+                return steps
+        elif name == "stablehlo.convert":
+            if not (is_float(dtype_of(operand)) and is_float(dtype_of(value))):
+                return steps
+        elif found := _constant_factor(reader, op, index):
+            operand, factor = found
+            scale *= factor
+        else:
+            return steps
+        above, value, index = (*above, value), operand, inner
+
+
+def unify(index: Index, known: Index, fresh: set[Atom]) -> dict[Atom, Dim] | None:
+    """Names the `fresh` atoms of an index after those of another one.
+
+    Returns:
+      fresh atom -> atoms of `known`, or None if the two can not be the same.
+
+    Raises:
+      SplitAtomError: a fresh atom stands for several.
+    """
+    names: dict[Atom, Dim] = {}
+    for ours, theirs in zip(index, known, strict=True):
+        left, right = list(ours), list(theirs)
+        while left:
+            atom = left.pop(0)
+            if atom not in fresh:
+                if not right or right.pop(0) is not atom:
+                    return None
+                continue
+            if not right:
+                return None
+            other = right.pop(0)
+            if atom.size > other.size and atom.size % other.size == 0:
+                raise SplitAtomError(atom, (other.size, atom.size // other.size))
+            if atom.size < other.size and other.size % atom.size == 0:
+                raise SplitAtomError(other, (atom.size, other.size // atom.size))
+            if atom.size != other.size or names.setdefault(atom, (other,)) != (other,):
+                return None
+        if right:
+            return None
+    return names
+
+
+def renamed(index: Index, names: dict[Atom, Dim]) -> Index:
+    """Returns an index with fresh atoms replaced by their names."""
+    return tuple(
+        tuple(part for atom in dim for part in names.get(atom, (atom,)))
+        for dim in index
+    )

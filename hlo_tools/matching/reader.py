@@ -83,6 +83,17 @@ def reducer_of(op) -> str | None:
     return body[0].operation.name.removeprefix("stablehlo.")
 
 
+def is_plain_sum(op) -> bool:
+    """Returns whether a reduce adds up elements, from zero."""
+    if reducer_of(op) != "add":
+        return False
+    init = defining_op(loop_invariant(op.operands[1]))
+    if init is None or init.operation.name != "stablehlo.constant":
+        return False
+    attr = init.attributes["value"]
+    return bool(attr.is_splat and float(splat_value(attr)) == 0.0)
+
+
 _NEUTRAL = {"add": 0, "maximum": -np.inf}
 
 
@@ -123,6 +134,10 @@ class Reader:
         self.space, self.builder, self.stop = space, builder, stop
         self._memo: dict[Any, Expr] = {}
         self.expanded: set[Any] = set()  # values whose operation was looked into
+        # once set, values are followed through barriers and saved stacks ...
+        self.origin: Callable[[Any], Any] | None = None
+        # ... and arrays are known by the name that the site has for them
+        self.aliases: dict[Any, Expr] = {}
 
     def read(self, value, index: Index) -> Expr:
         """Returns the expression of `value` at `index`.
@@ -134,8 +149,13 @@ class Reader:
         key = (value, index)
         found = self._memo.get(key)
         if found is None:
-            if not self._is_leaf(value, index):
+            source = value if self.origin is None else self.origin(value)
+            if source != value:
+                found = self.read(source, index)
+            elif not self._is_leaf(value, index):
                 found = self.expand(value, index)
+            if found is None:
+                found = self.aliases.get(key)
             if found is None:
                 found = self.builder.read("leaf", value, index, dtype_of(value))
             self._memo[key] = found
@@ -268,6 +288,19 @@ def splat_value(attr):
         return NUMPY_TYPES[element](scalar.value)
     # unsigned and signed integers: through the raw bits
     return NUMPY_TYPES[element](np.asarray(attr).reshape(-1)[0])
+
+
+def int_of(value) -> int | None:
+    """Returns the integer that a scalar value always is, or None."""
+    op = defining_op(loop_invariant(value))
+    if op is not None and op.operation.name == "stablehlo.convert":
+        op = defining_op(loop_invariant(op.operands[0]))
+    if op is None or op.operation.name != "stablehlo.constant":
+        return None
+    attr = op.attributes["value"]
+    if not isinstance(attr, ir.DenseElementsAttr) or not attr.is_splat:
+        return None
+    return int(splat_value(attr))
 
 
 def operand_index(op, index: Index) -> Index:
