@@ -19,6 +19,7 @@ import jax
 from jax.extend.mlir import ir
 
 from hlo_tools.composites import AttentionSpec, Implementation
+from hlo_tools.gradients import GradSpec
 from hlo_tools.module import StableHloModule
 from hlo_tools.report import BASELINE, Candidate
 from hlo_tools.targets import Target
@@ -72,29 +73,47 @@ class Choice:
     bytes_saved: int = 0
 
 
-def choose(composite: str, spec: AttentionSpec, target: Target) -> Choice:
+def choose(
+    composite: str, spec: AttentionSpec, target: Target, grad: GradSpec | None = None
+) -> Choice:
     """Chooses the implementation that is predicted to be fastest for a site.
 
     XLA's own code stays unless something is predicted to be faster, or saves
     memory that matters at about the same speed.
+
+    Args:
+      composite: its name.
+      spec: the site.
+      target: what it runs on.
+      grad: its backward pass, to be bound with it; None for the forward pass alone.
     """
     cost = importlib.import_module(COST_MODELS[composite])
-    baseline = cost.naive_seconds(spec, target)
-    baseline_bytes = cost.naive_temp_bytes(spec, target)
+    parts = (spec, target) if grad is None else (spec, grad, target)
+    if grad is None:
+        baseline, baseline_bytes = cost.naive_seconds, cost.naive_temp_bytes
+    else:
+        baseline, baseline_bytes = cost.naive_grad_seconds, cost.naive_grad_temp_bytes
     candidates, able = [], []
     for name, implementation in load_implementations(composite).items():
+        run = implementation if grad is None else implementation.grad
         if target.platform not in implementation.platforms:
             reason = f"runs on {', '.join(implementation.platforms)} only"
+        elif run is None:
+            reason = "has no backward pass"
         else:
-            reason = implementation.supports(spec, target)
-        if reason is not None:
+            reason = run.supports(*parts)
+        if run is None or reason is not None:
             candidates.append(Candidate(name, False, reason))
             continue
-        seconds = implementation.seconds(spec, target)
-        temp = implementation.temp_bytes(spec, target)
+        seconds, temp = run.seconds(*parts), run.temp_bytes(*parts)
         candidates.append(Candidate(name, True, None, seconds, temp))
         able.append((seconds, temp, implementation))
-    candidates.append(Candidate(BASELINE, True, None, baseline, baseline_bytes))
+    naive, naive_bytes = baseline(*parts), baseline_bytes(*parts)
+    candidates.append(Candidate(BASELINE, True, None, naive, naive_bytes))
+    return _decide(able, candidates, naive, naive_bytes, target)
+
+
+def _decide(able, candidates, baseline, baseline_bytes: int, target: Target) -> Choice:
     if not able:
         return Choice(None, _why_none(candidates), candidates)
     seconds, temp, best = min(able, key=lambda row: row[0])
@@ -136,7 +155,7 @@ def lower_function(
     """Lowers a JAX function for a platform; remembered under `key`.
 
     Args:
-      function: takes arrays of `types`, returns one array.
+      function: takes arrays of `types`.
       types: shapes and dtypes of its arguments.
       platform: "cpu", "cuda" or "tpu".
       key: hashable; equal keys must mean equal programs.  None: do not remember.

@@ -21,6 +21,7 @@ from hlo_tools.matching.attention import AttentionMatch
 from hlo_tools.matching.evaluation import OPERATIONS, evaluate
 from hlo_tools.matching.expressions import NUMPY_TYPES, Expr
 from hlo_tools.matching.index_space import Atom, Dim, Index, dim_size
+from hlo_tools.matching.arrays import full_array, regroup_array
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.reader import dtype_of, shape_of, table_of
 from hlo_tools.matching.softmax import strip_converts
@@ -30,36 +31,6 @@ DTYPE_NAMES = {
     "i1": "bool", **{f"i{n}": f"int{n}" for n in (8, 16, 32, 64)},
     **{f"ui{n}": f"uint{n}" for n in (8, 16, 32, 64)},
 }  # fmt: skip
-
-
-def regroup_array(array, index: Index, groups: Sequence[Dim], shape: Sequence[int]):
-    """Returns `array`, whose dims are `index`, with dims `groups`.
-
-    An axis that the array lacks is broadcast if its group has others that the
-    array has, and left out (size 1) if it has none.
-
-    Args:
-      array: reshaped to one dimension per atom first.
-      index: the atoms of each of its dimensions.
-      groups: the wanted dimensions.
-      shape: sizes of the result; 1 where a group is left out.
-    """
-    own = [atom for dim in index for atom in dim]
-    array = array.reshape([atom.size for atom in own])
-    order, full, present = [], [], []
-    for group in groups:
-        kept = any(atom in own for atom in group)
-        for atom in group if kept else ():
-            full.append(atom.size)
-            present.append(atom in own)
-            if atom in own:
-                order.append(own.index(atom))
-    array = array.transpose(order)
-    if not all(present):
-        sizes = iter(array.shape)
-        array = array.reshape([next(sizes) if here else 1 for here in present])
-        array = jnp.broadcast_to(array, full)
-    return array.reshape(shape)
 
 
 # Constants up to this size become part of an implementation; larger ones are
@@ -252,25 +223,49 @@ class CanonicalSite:
         Args:
           implementation: canonical (q, k, v, *sides) -> out [B,T,H,Dv].
         """
-        match, axes, spec = self.match, self.match.axes, self.spec
-        heads = (axes.kv_heads, axes.group)
 
         def site(*values):
-            q, k, v = values[:3]
-            b, t, s = spec.batch, spec.q_len, spec.k_len
-            q = _full(q, match.q.index, (axes.batch, axes.rows, *heads, axes.depth))
-            q = q.reshape(b, t, spec.kv_heads * spec.group, spec.head_dim)
-            k = _full(k, match.k.index, (axes.batch, axes.keys, heads[0], axes.depth))
-            k = k.reshape(b, s, spec.kv_heads, spec.head_dim)
-            v = _full(v, match.v.index, (axes.batch, axes.keys, heads[0], axes.value))
-            v = v.reshape(b, s, spec.kv_heads, spec.value_dim)
-            sides = [self._side_array(side, values) for side in self._sides]
-            out = implementation(q, k, v, *sides)
-            index = (axes.batch, axes.rows, *heads, axes.value)
-            shape = shape_of(match.out)
-            return regroup_array(out, index, match.out_index, shape)
+            return self.result_of(implementation(*self.operands_of(values)))
 
         return site
+
+    def operands_of(self, values: Sequence) -> list:
+        """Returns q, k, v and the sides in canonical form.
+
+        Args:
+          values: the program's arrays, as `self.values`.
+        """
+        match, axes, spec = self.match, self.match.axes, self.spec
+        heads = (axes.kv_heads, axes.group)
+        q, k, v = values[:3]
+        b, t, s = spec.batch, spec.q_len, spec.k_len
+        q = full_array(q, match.q.index, (axes.batch, axes.rows, *heads, axes.depth))
+        q = q.reshape(b, t, spec.kv_heads * spec.group, spec.head_dim)
+        k = full_array(k, match.k.index, (axes.batch, axes.keys, heads[0], axes.depth))
+        k = k.reshape(b, s, spec.kv_heads, spec.head_dim)
+        v = full_array(v, match.v.index, (axes.batch, axes.keys, heads[0], axes.value))
+        v = v.reshape(b, s, spec.kv_heads, spec.value_dim)
+        return [q, k, v, *(self._side_array(side, values) for side in self._sides)]
+
+    def result_of(self, out):
+        """Returns the program's own form of a canonical result [B,T,H,Dv]."""
+        shape = shape_of(self.match.out)
+        return regroup_array(out, self.out_axes, self.match.out_index, shape)
+
+    @property
+    def out_axes(self) -> Index:
+        """The atoms of [B,T,K,G,Dv], the canonical result but for the heads."""
+        axes = self.match.axes
+        return (axes.batch, axes.rows, axes.kv_heads, axes.group, axes.value)
+
+    def side_number(self, node: Expr) -> int | None:
+        """Returns which side operand a leaf of the scores is, or None."""
+        return self._leaves.get(id(node))
+
+    def side_atoms(self, node: Expr) -> Index:
+        """Returns the atoms of each dimension of a side operand, () for size 1."""
+        own = {atom for dim in node.index for atom in dim}
+        return tuple(dim if own & set(dim) else () for dim in self.side_groups)
 
     def _side_array(self, side: _Side, values):
         if side.place is not None:
@@ -282,16 +277,17 @@ class CanonicalSite:
         shape = self._side_shape(side.index)
         return regroup_array(array, side.index, self.side_groups, shape)
 
-    def signature(self) -> str:
-        """Returns a text that is equal for sites that one function can serve."""
+    def show_index(self, index: Index) -> str:
+        """Returns a text for an index that is the same for sites of one form."""
         names: dict[Atom, str] = {}
         for role, dim in vars(self.match.axes).items():
             for number, atom in enumerate(dim):
                 names[atom] = f"{role}{number}:{atom.size}"
+        return "|".join(",".join(names[a] for a in dim) for dim in index)
 
-        def show(index: Index) -> str:
-            return "|".join(",".join(names[a] for a in dim) for dim in index)
-
+    def signature(self) -> str:
+        """Returns a text that is equal for sites that one function can serve."""
+        show = self.show_index
         memo: dict[int, str] = {}
 
         def text(node: Expr) -> str:
@@ -336,14 +332,6 @@ class CanonicalSite:
 
 
 _EVALUABLE = {*OPERATIONS, "convert", "divide", "remainder"}
-
-
-def _full(array, index: Index, groups: Sequence[Dim]):
-    """Regroups an operand, broadcasting over every axis that it lacks."""
-    own = {atom for dim in index for atom in dim}
-    shape = [dim_size(group) if any(a in own for a in group) else 1 for group in groups]
-    array = regroup_array(array, index, groups, shape)
-    return jnp.broadcast_to(array, [dim_size(group) for group in groups])
 
 
 def _rank5(array):

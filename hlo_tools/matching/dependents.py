@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from jax.extend.mlir import ir
 
 from hlo_tools.matching.hops import BARRIER, READ, WHILE, WRITE, Hops, Stack
-from hlo_tools.matching.index_space import IncompatibleReshapeError, Index, atoms_of
+from hlo_tools.matching.index_space import IncompatibleReshapeError, Index
 from hlo_tools.matching.reader import (
     ELEMENTWISE,
     SHAPE_OPS,
@@ -155,6 +155,53 @@ def _moved(op, index: Index) -> Index | None:
         return None
 
 
-def spans(index: Index, atoms: frozenset) -> bool:
-    """Returns whether an index mentions all of some atoms."""
-    return atoms <= atoms_of(index)
+def terminals(hops: Hops, values) -> list[ir.Operation]:
+    """Returns the operations at which everything computed from `values` ends.
+
+    Elementwise and shape operations, sums, barriers and saved stacks are followed;
+    what a loop carries for nothing ends nowhere.
+    """
+    ends: list[ir.Operation] = []
+    seen, pending = set(), list(values)
+    nothing = Dependents()
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        for use in value.uses:
+            op, number = use.owner.operation, use.operand_number
+            if op.name in (WHILE, READ, WRITE, "stablehlo.return"):
+                following = _followed(hops, op, number)
+            else:
+                following = [v for v, _ in _step(hops, use, value, None, nothing)]
+            if following is None or len(seen) > _MOST_VALUES:
+                ends.append(op)
+            elif following or not _is_followed(op):
+                pending.extend(following)
+                if not following:
+                    ends.append(op)
+    return ends
+
+
+def _is_followed(op: ir.Operation) -> bool:
+    return op.name in ELEMENTWISE | SHAPE_OPS | {"stablehlo.reduce", BARRIER} | {
+        WHILE, READ, WRITE, "stablehlo.return",
+    }  # fmt: skip
+
+
+def _followed(hops: Hops, op: ir.Operation, number: int) -> list | None:
+    """Returns where a loop-carried value goes on, or None if it is used otherwise."""
+    if op.name == WHILE:
+        condition, body = (region.blocks[0] for region in op.regions)
+        if list(condition.arguments[number].uses):
+            return None
+        return [body.arguments[number], op.results[number]]
+    if op.name == "stablehlo.return":
+        parent = op.parent.operation
+        if parent.name != WHILE or op.block == parent.regions[0].blocks[0]:
+            return None
+        return [parent.regions[1].blocks[0].arguments[number], parent.results[number]]
+    if (op.name == WRITE and number > 1) or (op.name == READ and number > 0):
+        return None
+    return [op.results[0]]

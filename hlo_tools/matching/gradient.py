@@ -30,7 +30,7 @@ from hlo_tools.matching.index_space import (
 from hlo_tools.matching.operands import Operand, Step, renamed, trail, unify
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.polynomials import Polynomials, derivative
-from hlo_tools.matching.products import DotDims, has_plain_algorithm
+from hlo_tools.matching.products import DotDims, rounds_at_most
 from hlo_tools.matching.reader import (
     defining_op,
     int_array,
@@ -161,7 +161,7 @@ class _Backward:
         if node is self.match.score:
             return None
         op = defining_op(node.value)
-        if not has_plain_algorithm(op):
+        if not rounds_at_most(op):
             return None
         dims = DotDims.of(op)
         for v in (0, 1):
@@ -292,7 +292,7 @@ class _Backward:
             return
         if self.match.out is not None and op.results[0] == self.match.value_product:
             return
-        if not has_plain_algorithm(op):
+        if not rounds_at_most(op):
             return
         poly = self.polynomials.of(self.reader.read(op.operands[number], index))
         key = self._cotangent_in(poly)
@@ -524,7 +524,8 @@ class _Backward:
             blocks = {defining_op(o.value).operation.block for o in group.outputs}
             if len(blocks) != 1:
                 continue
-            members = group.members | self.dots.get(id(key), set())
+            dots = self.dots.get(id(key), set())
+            members = group.members | dots | self.reader.expanded
             matches.append(GradMatch(group.dout, group.outputs, members, blocks.pop()))
         return matches
 

@@ -123,11 +123,20 @@ class Hops:
             self._stacks[key] = self._find_stack(loop, number)
         return self._stacks[key]
 
-    def _find_stack(self, loop: ir.Operation, number: int) -> Stack | None:
+    def trip(self, loop: ir.Operation) -> tuple[int, int] | None:
+        """Returns (number of the counter, count) of a loop that counts from 0."""
         key = loop.results[0]
         if key not in self._trips:
             self._trips[key] = trip_count(loop)
-        trip = self._trips[key]
+        return self._trips[key]
+
+    def forget(self, loop: ir.Operation) -> None:
+        """Forgets a loop that is about to be replaced."""
+        self._stacks = {k: s for k, s in self._stacks.items() if k[0] != loop.results[0]}
+        self._trips.pop(loop.results[0], None)
+
+    def _find_stack(self, loop: ir.Operation, number: int) -> Stack | None:
+        trip = self.trip(loop)
         body = loop.regions[1].blocks[0]
         carried = body.arguments[number]
         write = defining_op(list(body.operations)[-1].operands[number])
@@ -165,14 +174,21 @@ class Hops:
             found = self.read_stack(op)
             if found is None:
                 return value
-            stack, slot = found
-            if self.slots.setdefault(stack.loop.results[0], slot) != slot:
-                raise NoMatchError("a loop's saved values are read at different slots")
-            value = stack.update
+            self.note(*found)
+            value = found[0].update
+
+    def note(self, stack: Stack, slot) -> None:
+        """Remembers the slot that a loop's stacks are read at.
+
+        Raises:
+          NoMatchError: they were read at another one.
+        """
+        if self.slots.setdefault(stack.loop.results[0], slot) != slot:
+            raise NoMatchError("a loop's saved values are read at different slots")
 
     def read_stack(self, op) -> tuple[Stack, object] | None:
         """Returns (stack, slot) if a dynamic_slice reads one slot of a stack."""
-        base = self._unit_free(op.operands[0])
+        base = self.unit_free(op.operands[0])
         source = defining_op(base)
         if source is None or source.operation.name != WHILE:
             return None
@@ -186,7 +202,7 @@ class Hops:
             return None
         return stack, loop_invariant(op.operands[1])
 
-    def _unit_free(self, value):
+    def unit_free(self, value):
         """Returns what a value is but for dimensions of size 1.
 
         A stack of stacks is read so: the slot of the outer one, reshaped, is what an

@@ -12,16 +12,28 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func, stablehlo
 
+from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.reader import defining_op, loop_invariant
 
 _ALWAYS_INSIDE = ("stablehlo.constant", "stablehlo.iota")
+# operations with regions that read nothing but their operands
+_MOVABLE = ("stablehlo.reduce",)
+
+
+def clone_into(value, mapping: dict) -> None:
+    """Clones the operation of `value` at the insertion point, operands mapped."""
+    op = defining_op(value).operation
+    copy = op.clone()
+    for number, operand in enumerate(op.operands):
+        copy.operands[number] = mapping[loop_invariant(operand)]
+    mapping[value] = copy.results[0]
 
 
 class Region:
-    """The operations between some inputs and an output.
+    """The operations between some inputs and some outputs.
 
     Args:
-      out: the value computed.
+      outs: the values computed.
       inputs: values to stop at, in operand order.
       members: values that belong to the region.
 
@@ -30,13 +42,14 @@ class Region:
       values: the values computed inside, operands before users.
     """
 
-    def __init__(self, out, inputs: Sequence[Any], members: set):
-        self.out, self.members = out, members
+    def __init__(self, outs: Sequence[Any], inputs: Sequence[Any], members: set):
+        self.outs, self.members = list(outs), members
         self.operands = list(inputs)
         self._boundary = set(inputs)
         self.values: list[Any] = []
         self._seen: set = set()
-        self._visit(out)
+        for out in outs:
+            self._visit(out)
 
     def _visit(self, value) -> None:
         value = loop_invariant(value)
@@ -57,48 +70,77 @@ class Region:
 
     def build_function(self, name: str, block: ir.Block) -> ir.OpView:
         """Writes the region as a private function at the end of `block`."""
-        location = defining_op(self.out).operation.location
+        location = defining_op(self.outs[0]).operation.location
         types = [value.type for value in self.operands]
+        results = [out.type for out in self.outs]
         with ir.InsertionPoint(block), location:
-            function = func.FuncOp(name, (types, [self.out.type]), visibility="private")
+            function = func.FuncOp(name, (types, results), visibility="private")
             body = function.add_entry_block()
         mapping = dict(zip(self.operands, body.arguments, strict=True))
         with ir.InsertionPoint(body), location:
             for value in self.values:
-                op = defining_op(value).operation
-                copy = op.clone()
-                for number, operand in enumerate(op.operands):
-                    copy.operands[number] = mapping[loop_invariant(operand)]
-                mapping[value] = copy.results[0]
-            func.ReturnOp([mapping[self.out]])
+                clone_into(value, mapping)
+            func.ReturnOp([mapping[out] for out in self.outs])
         return function
 
     def replace_by_composite(
-        self, name: str, function_name: str, attributes: dict[str, ir.Attribute]
+        self,
+        anchor: ir.Operation,
+        name: str,
+        function_name: str,
+        attributes: dict[str, ir.Attribute],
     ) -> ir.OpView:
-        """Puts a composite in the place of the output; the old ops stay, unused."""
-        anchor = defining_op(self.out).operation
+        """Puts a composite before `anchor`; the old operations stay, unused."""
         with ir.InsertionPoint(anchor), anchor.location:
             composite = stablehlo.CompositeOp(
-                [self.out.type],
+                [out.type for out in self.outs],
                 self.operands,
                 name,
                 ir.FlatSymbolRefAttr.get(function_name),
                 composite_attributes=ir.DictAttr.get(attributes),
                 version=1,
             )
-        self.out.replace_all_uses_with(composite.results[0])
+        for out, result in zip(self.outs, composite.results, strict=True):
+            out.replace_all_uses_with(result)
         return composite
 
-    def users_outside(self, values: set) -> list[Any]:
-        """Returns operations outside the region that use one of its `values`."""
-        own = {defining_op(value).operation for value in values}
-        return [
-            use.owner.operation
-            for value in values
-            for use in value.uses
-            if use.owner.operation not in own
-        ]
+    def place(self) -> ir.Operation:
+        """Returns the operation to put the composite before.
+
+        That is the first output; what it needs and stands further down is moved up.
+
+        Raises:
+          NoMatchError: an operand depends on one of the outputs.
+        """
+        outs = [defining_op(out).operation for out in self.outs]
+        first = outs[0]
+        for op in outs[1:]:
+            if op.is_before_in_block(first):
+                first = op
+        own = set(self.values)
+        moved: list[ir.Operation] = []
+        seen: set = set()
+
+        def need(value) -> None:
+            op = defining_op(value)
+            if op is None or value in seen:
+                return
+            seen.add(value)
+            op = op.operation
+            if op.block != first.block or op.is_before_in_block(first):
+                return
+            if value in own or (list(op.regions) and op.name not in _MOVABLE):
+                raise NoMatchError("an operand depends on the gradients")
+            for operand in op.operands:
+                need(operand)
+            if op.results[0] not in {m.results[0] for m in moved}:
+                moved.append(op)
+
+        for operand in self.operands:
+            need(operand)
+        for op in moved:
+            op.move_before(first)
+        return first
 
     def depending_on(self, source) -> set:
         """Returns the values of the region computed from `source`."""

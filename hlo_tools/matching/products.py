@@ -54,6 +54,27 @@ def has_plain_algorithm(dot) -> bool:
     )
 
 
+def rounds_at_most(dot) -> bool:
+    """Returns whether a dot_general is one product of its operands, rounded or not.
+
+    A gradient's algorithm may round a float32 operand to the type of the other
+    (jax.nn's bfloat16 products do); that is a conversion like any other.
+    """
+    if "algorithm" not in dot.attributes:
+        return True
+    algorithm = stablehlo.DotAlgorithm(dot.attributes["algorithm"])
+    types = [algorithm.lhs_precision_type, algorithm.rhs_precision_type]
+    own = [dtype_of(operand) for operand in dot.operands]
+    return (
+        all(
+            str(rounded) in ("bf16", "f16", mine)
+            for rounded, mine in zip(types, own, strict=True)
+        )
+        and str(algorithm.accumulation_type) in ("f32", "f64")
+        and algorithm.num_primitive_operations == 1
+    )
+
+
 def value_products(exponential) -> Iterator[tuple[object, int]]:
     """Yields (dot_general, operand number) that an exponential reaches.
 

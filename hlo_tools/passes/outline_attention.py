@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from jax.extend.mlir import ir
 
 from hlo_tools.matching.attention import AttentionMatch, match_attention
 from hlo_tools.matching.canonical import CanonicalSite
+from hlo_tools.matching.dependents import terminals
+from hlo_tools.matching.gradient import GradMatch
+from hlo_tools.matching.hops import Hops
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.outline import Region, erase_dead
 from hlo_tools.matching.products import value_products
@@ -18,17 +21,19 @@ from hlo_tools.pipeline import PassContext
 from hlo_tools.report import NearMiss, SiteReport
 
 COMPOSITE = "hlo_tools.attention"
+GRADIENT = "hlo_tools.attention_grad"
 
 
 @dataclass
 class _Outlined:
-    """A site that has been replaced by a composite."""
+    """A site that has been replaced by a composite, its backward pass by others."""
 
     match: AttentionMatch
     region: Region
     composite: ir.OpView
     report: SiteReport
     dependent: set
+    backward: list[tuple[Region, ir.OpView]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -173,14 +178,16 @@ def outline_site(
     """Replaces one match by a composite and reports it."""
     match = site.match
     number = sum(one.pattern == "attention" for one in context.report.sites)
-    region = Region(match.out, site.values, match.members)
+    region = Region([match.out], site.values, match.members)
     function_name = _fresh_name(module, f"{COMPOSITE}.{number}")
     region.build_function(function_name, module.module.body)
     attributes = attributes_of(site)
     encoded = {key: _mlir(value) for key, value in attributes.items()}
     encoded["site"] = ir.StringAttr.get(f"attention.{number}")
     dependent = region.depending_on(match.score.value) - {match.out}
-    composite = region.replace_by_composite(COMPOSITE, function_name, encoded)
+    composite = region.replace_by_composite(
+        region.place(), COMPOSITE, function_name, encoded
+    )
     report = SiteReport(
         id=f"attention.{number}",
         pattern="attention",
@@ -190,7 +197,37 @@ def outline_site(
         reason="outlined; no pass has bound it",
     )
     context.report.sites.append(report)
-    return _Outlined(match, region, composite, report, dependent)
+    outlined = _Outlined(match, region, composite, report, dependent)
+    for gradient in match.gradients:
+        try:
+            outlined.backward.append(_outline_gradient(module, gradient, report))
+        except NoMatchError as error:
+            report.attributes["backward"] = error.reason
+    return outlined
+
+
+def _outline_gradient(
+    module: StableHloModule, gradient: GradMatch, report: SiteReport
+) -> tuple[Region, ir.OpView]:
+    """Replaces one backward pass by a composite."""
+    region = Region([o.value for o in gradient.outputs], [], gradient.members)
+    anchor = region.place()
+    number = report.id.partition(".")[2]
+    function_name = _fresh_name(module, f"{GRADIENT}.{number}")
+    region.build_function(function_name, module.module.body)
+    wanted = [
+        o.wanted if isinstance(o.wanted, str) else "side" for o in gradient.outputs
+    ]
+    attributes = {
+        "site": ir.StringAttr.get(report.id),
+        "wanted": ir.ArrayAttr.get([ir.StringAttr.get(name) for name in wanted]),
+    }
+    where = _text(source_location(defining_op(region.outs[0]).operation))
+    composite = region.replace_by_composite(anchor, GRADIENT, function_name, attributes)
+    report.attributes["gradient"] = wanted
+    if where is not None:
+        report.attributes["gradient_location"] = where
+    return region, composite
 
 
 def _fresh_name(module: StableHloModule, name: str) -> str:
@@ -203,9 +240,18 @@ def _fresh_name(module: StableHloModule, name: str) -> str:
 
 def _report_escapes(outlined: list[_Outlined]) -> None:
     """Erases what became dead and notes intermediates that are used elsewhere."""
-    alive = erase_dead([one.region for one in outlined])
-    for one, living in zip(outlined, alive, strict=True):
-        users = one.region.users_outside(living & one.dependent)
+    regions = [one.region for one in outlined]
+    behind = [region for one in outlined for region, _ in one.backward]
+    alive = erase_dead([*regions, *behind])
+    hops = Hops()
+    for one, living in zip(outlined, alive, strict=False):
+        own = {composite.operation.results[0] for _, composite in one.backward}
+        inside = {defining_op(value).operation.results[0] for value in living}
+        users = [
+            op
+            for op in terminals(hops, living & one.dependent)
+            if not (len(op.results) and op.results[0] in own | inside)
+        ]
         if not users:
             continue
         where = sorted({_user_text(op) for op in users})
