@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import jax
 import jaxlib.version
 from jax.extend.mlir import ir
 
 from hlo_tools.module import StableHloModule
-from hlo_tools.pipeline import PassContext, PassPipeline
+from hlo_tools.pipeline import PassContext, PassPipeline, split_sites
 from hlo_tools.report import RewriteReport
 from hlo_tools.targets import Target
 from hlo_tools.version import __version__
@@ -25,18 +27,40 @@ class StageConfig:
       passes: pipeline spec.
       exactness: "bitwise", "reassociating" or "approximate".
       verify: whether bound sites are checked numerically on the device at hand.
+      skip_sites: ids of sites that are left to XLA.
+      only_sites: if not empty, the ids of all sites that may be bound.
     """
 
     passes: str = "default"
     exactness: str = "reassociating"
     verify: bool = False
+    skip_sites: tuple[str, ...] = ()
+    only_sites: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> StageConfig:
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        sites = {name: tuple(fields[name]) for name in fields if "sites" in name}
+        return cls(**{**fields, **sites})
+
+    def with_environment(self, environment: Mapping[str, str]) -> StageConfig:
+        """Returns the configuration with what the environment asks for instead.
+
+        HLO_TOOLS_PASSES is a pipeline spec; HLO_TOOLS_SKIP_SITES and
+        HLO_TOOLS_ONLY_SITES are ids joined by "+" or commas. An empty value of the
+        latter two means nothing.
+        """
+        changes: dict[str, Any] = {}
+        if "HLO_TOOLS_PASSES" in environment:
+            changes["passes"] = environment["HLO_TOOLS_PASSES"]
+        for name in ("skip_sites", "only_sites"):
+            ids = split_sites(environment.get(f"HLO_TOOLS_{name.upper()}", ""))
+            if ids:
+                changes[name] = tuple(sorted({*getattr(self, name), *ids}))
+        return replace(self, **changes)
 
 
 def new_report(name: str, target: Target) -> RewriteReport:
@@ -56,8 +80,10 @@ def run_passes(
     target: Target,
     exactness: str = "reassociating",
     verify: bool = False,
+    skip_sites: Collection[str] = (),
+    only_sites: Collection[str] = (),
 ) -> tuple[StableHloModule, RewriteReport]:
-    """Runs a pipeline on a module, in place.
+    """Runs a pipeline on a module, in place; see `StageConfig` for the settings.
 
     Returns:
       The module and the report.
@@ -68,7 +94,9 @@ def run_passes(
     pipeline = PassPipeline.parse(passes)
     report = new_report(module.name, target)
     start = time.perf_counter()
-    pipeline.run(module, PassContext(target, report, exactness, verify))
+    skip, only = frozenset(skip_sites), frozenset(only_sites)
+    context = PassContext(target, report, exactness, verify, skip, only)
+    pipeline.run(module, context)
     report.seconds = time.perf_counter() - start
     return module, report
 
@@ -92,7 +120,13 @@ def transform(
         return ir_module, report
     module = StableHloModule.from_ir(ir_module)
     module, report = run_passes(
-        module, config.passes, target, config.exactness, config.verify
+        module,
+        config.passes,
+        target,
+        config.exactness,
+        config.verify,
+        config.skip_sites,
+        config.only_sites,
     )
     bound = any(site.status == "bound" for site in report.sites)
     return (module.module if bound else ir_module), report

@@ -30,16 +30,45 @@ class PassContext:
       report: filled in by the passes.
       exactness: the loosest kind of rewrite that the user allows.
       verify: whether bound sites are checked numerically.
+      skip_sites: ids of sites that are not to be bound, see `leaves_alone`.
+      only_sites: if not empty, the ids of all sites that may be bound.
     """
 
     target: Target
     report: RewriteReport
     exactness: str = "reassociating"
     verify: bool = False
+    skip_sites: frozenset[str] = frozenset()
+    only_sites: frozenset[str] = frozenset()
 
     def allows(self, exactness: str) -> bool:
         """Returns whether rewrites of this exactness may be made."""
         return EXACTNESS.index(exactness) <= EXACTNESS.index(self.exactness)
+
+    def leaves_alone(self, site: str, skip: str = "", only: str = "") -> bool:
+        """Returns whether a site was asked to be left as it is.
+
+        A site goes by its id, or by its module's name and its id as in the report of
+        a whole program: "attention.3", "jit_step/attention.3".
+
+        Args:
+          site: its id; ids follow program order, so they are the same in every run.
+          skip: a pass's own option, ids joined by "+"; they are added to `skip_sites`.
+          only: the same for `only_sites`.
+        """
+        names = {site, f"{self.report.module}/{site}"}
+        if names & (self.skip_sites | split_sites(skip)):
+            return True
+        allowed = self.only_sites | split_sites(only)
+        return bool(allowed) and not names & allowed
+
+
+LEFT_ALONE = "left alone on request"
+
+
+def split_sites(text: str) -> frozenset[str]:
+    """Returns the site ids in "attention.0+attention.7"; commas do as well."""
+    return frozenset(text.replace("+", " ").replace(",", " ").split())
 
 
 @runtime_checkable
@@ -56,15 +85,55 @@ class Pass(Protocol):
 
 
 def load_pass(name: str) -> type:
-    """Returns the class of the pass called `name`.
+    """Returns the class of a pass.
+
+    Args:
+      name: as in the table of passes, or "module.path:ClassName" for one's own.
 
     Raises:
       UnknownNameError: there is none; the message lists the closest names.
+      PassSpecError: a pass of one's own can not be imported, or is none.
     """
+    if ":" in name:
+        return _load_custom(name)
     if name not in PASSES:
         raise UnknownNameError("pass", name, [*PASSES, *ALIASES])
     module, _, attribute = PASSES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def _load_custom(place: str) -> type:
+    module, _, attribute = place.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the user's module raises
+        kind = type(error).__name__
+        raise PassSpecError(f"can not import the pass {place}: {kind}: {error}") from (
+            error
+        )
+    missing = [
+        what
+        for what in ("name", "exactness", "summary", "run")
+        if not hasattr(found, what)
+    ]
+    if not dataclasses.is_dataclass(found) or not isinstance(found, type):
+        raise PassSpecError(f"{place} is no pass: expected a frozen dataclass")
+    if missing:
+        raise PassSpecError(f"{place} is no pass: it lacks {', '.join(missing)}")
+    if found.exactness not in EXACTNESS:
+        raise PassSpecError(
+            f"{place}: got exactness {found.exactness!r}, "
+            f"expected one of {', '.join(EXACTNESS)}"
+        )
+    return found
+
+
+def spelling(one: Pass) -> str:
+    """Returns how a spec names a pass, without its options."""
+    cls = type(one)
+    if one.name in PASSES and load_pass(one.name) is cls:
+        return one.name
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _option_name(field_name: str) -> str:
@@ -105,7 +174,10 @@ def make_pass(name: str, options: dict[str, str]) -> Pass:
     return cls(**values)
 
 
-_ITEM = re.compile(r"\s*(?P<name>[A-Za-z0-9_-]+)\s*(?:\{(?P<options>[^{}]*)\})?\s*")
+_ITEM = re.compile(
+    r"\s*(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*|[A-Za-z0-9_-]+)"
+    r"\s*(?:\{(?P<options>[^{}]*)\})?\s*"
+)
 
 
 def _items(spec: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -149,8 +221,10 @@ class PassPipeline:
     def parse(cls, spec: str) -> PassPipeline:
         """Parses "name{option=value ...},name,..."; aliases stand for several.
 
+        A pass that is in no table goes by "module.path:ClassName{option=value ...}".
+
         Raises:
-          PassSpecError: the text is malformed.
+          PassSpecError: the text is malformed, or a pass can not be imported.
           UnknownNameError: no such pass or option.
         """
         passes: list[Pass] = []
@@ -171,7 +245,9 @@ class PassPipeline:
                 for f in dataclasses.fields(one)  # type: ignore[arg-type]
                 if getattr(one, f.name) != f.default
             ]
-            items.append(one.name + (f"{{{' '.join(changed)}}}" if changed else ""))
+            items.append(
+                spelling(one) + (f"{{{' '.join(changed)}}}" if changed else "")
+            )
         return ",".join(items)
 
     def may_apply(self, module: ir.Module) -> bool:
@@ -218,7 +294,7 @@ class PassPipeline:
                 seconds = time.perf_counter() - start
                 before, count = count, module.op_count() if changed else count
                 context.report.passes.append(
-                    PassReport(one.name, seconds, before, count, changed)
+                    PassReport(spelling(one), seconds, before, count, changed)
                 )
                 changed_any |= changed
         return changed_any

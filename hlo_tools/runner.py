@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +32,8 @@ from hlo_tools.report_merge import merge
 if TYPE_CHECKING:
     from hlo_tools.driver import StageConfig
 
+OnModule = Callable[[stage.StagedModule], None] | None
+
 FAILED, NOT_FOUND, INTERRUPTED = 1, 2, 130  # python's own; 128 + SIGINT
 
 
@@ -40,6 +42,7 @@ def run_script(
     args: Sequence[str],
     config: StageConfig,
     report: str | os.PathLike[str] | None = None,
+    modules: OnModule = None,
 ) -> int:
     """Run a file as `python path args...` would.
 
@@ -50,6 +53,7 @@ def run_script(
         report: where the report of all compiles goes when the program has ended,
             in the format that the name ends in: .json, .html, else text; "-" is
             text on stdout.
+        modules: called with each module that goes through the stage.
 
     Returns:
         The exit status that python would end with.
@@ -71,7 +75,7 @@ def run_script(
         code = compile(source, file, "exec", dont_inherit=True)
         _execute(code, {**names, "__spec__": None})
 
-    return _run(program, Path(file).name, config, report)
+    return _run(program, Path(file).name, config, report, modules)
 
 
 def run_module(
@@ -79,6 +83,7 @@ def run_module(
     args: Sequence[str],
     config: StageConfig,
     report: str | os.PathLike[str] | None = None,
+    modules: OnModule = None,
 ) -> int:
     """Run a module or package as `python -m name args...` would.
 
@@ -87,6 +92,7 @@ def run_module(
         args: as for `run_script`.
         config: as for `run_script`.
         report: as for `run_script`.
+        modules: as for `run_script`.
 
     Returns:
         The exit status that python would end with.
@@ -101,7 +107,7 @@ def run_module(
         names |= {"__loader__": spec.loader, "__package__": spec.parent}
         _execute(code, {**names, "__spec__": spec})
 
-    return _run(program, name, config, report)
+    return _run(program, name, config, report, modules)
 
 
 def _set_first_path(folder: str) -> None:
@@ -156,13 +162,18 @@ def _execute(code: types.CodeType, names: dict[str, Any]) -> None:
     exec(code, module.__dict__)
 
 
-def _run(program, name: str, config: StageConfig, report: Any) -> int:
+def _run(
+    program, name: str, config: StageConfig, report: Any, modules: OnModule
+) -> int:
     if report is not None and not Path(report).parent.is_dir():
         # before the program runs: its report would be lost
         print(f"hlo-tools: {report}: no such folder", file=sys.stderr)
         return NOT_FOUND
     installation = stage.install(
-        passes=config.passes, exactness=config.exactness, verify=config.verify
+        passes=config.passes,
+        exactness=config.exactness,
+        verify=config.verify,
+        modules=modules,
     )
     status = _status_of(program)
     for thread in threading.enumerate():

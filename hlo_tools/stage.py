@@ -5,6 +5,9 @@ that is JAX's own: tracing, caches, dispatch, sharding, ahead-of-time use.
 
 Environment: `HLO_TOOLS=off` (or `0`, `false`, `no`) turns all of it into plain
 `jax.jit`. It is read when something is decorated or installed, and at every compile.
+At every compile, `HLO_TOOLS_PASSES=SPEC` replaces the pipeline that was asked for,
+and `HLO_TOOLS_SKIP_SITES` and `HLO_TOOLS_ONLY_SITES` (ids as in the report, joined by
+"+") say which sites are not, or alone, bound.
 
 A function keeps the program that it was compiled to. After `install`, `uninstall`
 or a change of `HLO_TOOLS`, functions compiled before run as they did until JAX
@@ -25,12 +28,20 @@ import jaxlib.version
 
 from hlo_tools import _jax, stage_compile, stage_marks
 from hlo_tools.report import RewriteReport
-from hlo_tools.stage_compile import Installation, is_off
+from hlo_tools.stage_compile import Installation, StagedModule, is_off
 
 if TYPE_CHECKING:
     from hlo_tools.driver import StageConfig
 
-__all__ = ["Installation", "StageConfig", "install", "is_off", "jit", "uninstall"]
+__all__ = [
+    "Installation",
+    "StageConfig",
+    "StagedModule",
+    "install",
+    "is_off",
+    "jit",
+    "uninstall",
+]
 
 _problem = _jax.seam_problem()
 if _problem is not None:
@@ -108,6 +119,7 @@ def install(
     exactness: str = "reassociating",
     verify: bool = False,
     report: Callable[[RewriteReport], None] | None = None,
+    modules: Callable[[StagedModule], None] | None = None,
 ) -> Installation:
     """Treat every jit of the process from now on, decorated or not.
 
@@ -121,6 +133,7 @@ def install(
         exactness: as for `jit`.
         verify: as for `jit`.
         report: called with the report of each compile, in the thread that compiles.
+        modules: the same, with the module and what became of it, before its compile.
 
     Returns:
         A handle; its `reports()` are those of all compiles under it.
@@ -129,7 +142,7 @@ def install(
         PassSpecError, UnknownNameError: `passes` or `exactness` is bad.
     """
     config = _check_options(passes=passes, exactness=exactness, verify=verify)
-    installation = Installation(config, report)
+    installation = Installation(config, report, modules)
     if config is not None:
         stage_compile.ensure_seam()
         stage_compile.put_in_force(installation)

@@ -8,6 +8,7 @@ compiled, a note in the report and one warning.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import warnings
@@ -33,22 +34,43 @@ def is_off() -> bool:
     return os.environ.get("HLO_TOOLS", "").strip().lower() in _OFF
 
 
+@dataclasses.dataclass(frozen=True)
+class StagedModule:
+    """A module that went through the stage.
+
+    Attributes:
+        original: MLIR text as JAX lowered it, with source locations.
+        rewritten: whether XLA was given another module.
+        config: what was asked for.
+        report: what was done.
+    """
+
+    original: str
+    rewritten: bool
+    config: StageConfig
+    report: RewriteReport
+
+
 class Installation:
     """The stage in force for every jit of the process; a context manager.
 
     Attributes:
         config: what is done with modules that no decorated function is part of.
         log: reports of all compiles while it is in force.
+        on_report: called with the report of each compile.
+        on_module: called with each module before it is compiled.
     """
 
     def __init__(
         self,
         config: StageConfig | None,
         on_report: Callable[[RewriteReport], None] | None = None,
+        on_module: Callable[[StagedModule], None] | None = None,
     ):
         self.config = config
         self.log = ReportLog()
         self.on_report = on_report
+        self.on_module = on_module
         self._previous: Installation | None = None
 
     def reports(self) -> list[RewriteReport]:
@@ -121,8 +143,12 @@ def _compile(compile_module: Callable[[Any], Any], module: ir.Module, devices: A
         return compile_module(module)
     config = marks[0].config if marks else installation and installation.config
     assert config is not None
+    asked, config = config, config.with_environment(os.environ)
     rewritten, report = _rewrite(module, devices, config)
     report.notes += _conflicts(marks)
+    if asked != config:
+        report.notes.append(f"the environment asks for {config}")
+    _show_module(module, rewritten, config, report, installation)
     try:
         return _compile_or_fall_back(compile_module, module, rewritten, report)
     finally:
@@ -149,6 +175,24 @@ def _rewrite(
         return module, report
     finally:
         _here.busy = False
+
+
+def _show_module(
+    module: ir.Module,
+    rewritten: ir.Module,
+    config: StageConfig,
+    report: RewriteReport,
+    installation: Installation | None,
+) -> None:
+    """Hand a module to who asked to see them all."""
+    if installation is None or installation.on_module is None:
+        return
+    try:
+        text = str(module.operation.get_asm(enable_debug_info=True))
+        changed = rewritten is not module
+        installation.on_module(StagedModule(text, changed, config, report))
+    except Exception as error:
+        _warn_once(f"the callback given as install(modules=...) failed: {_line(error)}")
 
 
 _AS_WRITTEN = "the program was compiled as it was written"

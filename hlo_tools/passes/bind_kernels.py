@@ -22,7 +22,7 @@ from hlo_tools.matching.products import value_products
 from hlo_tools.matching.reader import dtype_of, shape_of
 from hlo_tools.module import StableHloModule
 from hlo_tools.passes.outline_attention import COMPOSITE, attributes_of
-from hlo_tools.pipeline import PassContext
+from hlo_tools.pipeline import LEFT_ALONE, PassContext
 from hlo_tools.report import SiteReport
 from hlo_tools.site_sharding import UnshardableSiteError, site_shardings
 
@@ -36,6 +36,8 @@ class BindKernels:
 
     Options:
       only: if not empty, the one implementation that may be bound.
+      skip-sites: ids of sites to leave alone, joined by "+".
+      only-sites: if not empty, ids of all sites that may be bound.
     """
 
     name: ClassVar[str] = "bind-kernels"
@@ -45,6 +47,8 @@ class BindKernels:
     needs: ClassVar[tuple[str, ...]] = ("stablehlo.composite",)
 
     only: str = ""
+    skip_sites: str = ""
+    only_sites: str = ""
 
     def run(self, module: StableHloModule, context: PassContext) -> bool:
         composites = [
@@ -62,6 +66,9 @@ class BindKernels:
         spliced: dict[str, str] = {}
         for op, sharding in zip(composites, shardings, strict=True):
             report = _report_of(op, context)
+            if context.leaves_alone(report.id, self.skip_sites, self.only_sites):
+                report.reason = LEFT_ALONE
+                continue
             name = ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
             try:
                 site = rebuild_site(functions[name])

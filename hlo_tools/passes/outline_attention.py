@@ -17,7 +17,7 @@ from hlo_tools.matching.outline import Region, erase_dead
 from hlo_tools.matching.products import value_products
 from hlo_tools.matching.reader import defining_op, shape_of
 from hlo_tools.module import StableHloModule, source_location
-from hlo_tools.pipeline import PassContext
+from hlo_tools.pipeline import LEFT_ALONE, PassContext, split_sites
 from hlo_tools.report import NearMiss, SiteReport
 
 COMPOSITE = "hlo_tools.attention"
@@ -43,6 +43,7 @@ class OutlineAttention:
     Options:
       max-rank: largest rank of the scores that is considered.
       min-keys: sites with fewer keys are left alone.
+      skip-sites: ids of sites to leave as they are written, joined by "+".
     """
 
     name: ClassVar[str] = "outline-attention"
@@ -56,6 +57,7 @@ class OutlineAttention:
 
     max_rank: int = 8
     min_keys: int = 1
+    skip_sites: str = ""
 
     def run(self, module: StableHloModule, context: PassContext) -> bool:
         outlined: list[_Outlined] = []
@@ -75,7 +77,11 @@ class OutlineAttention:
                     if error.near:
                         misses.append((exponential.results[0], dot, error))
                     continue
-                outlined.append(outline_site(module, site, context))
+                number = sum(s.pattern == "attention" for s in context.report.sites)
+                if f"attention.{number}" in split_sites(self.skip_sites):
+                    context.report.sites.append(_left_alone(number, dot))
+                else:
+                    outlined.append(outline_site(module, site, context))
                 done.add(exponential.results[0])
         for exponential, dot, error in misses:
             if exponential not in done:
@@ -96,6 +102,16 @@ class OutlineAttention:
             )
         if site.spec.k_len < self.min_keys:
             raise NoMatchError(f"{site.spec.k_len} keys are below min-keys")
+
+
+def _left_alone(number: int, dot) -> SiteReport:
+    return SiteReport(
+        id=f"attention.{number}",
+        pattern="attention",
+        location=_text(source_location(dot.operation)),
+        status="inlined",
+        reason=LEFT_ALONE,
+    )
 
 
 def near_miss_report(context: PassContext, dot, error: NoMatchError) -> SiteReport:
