@@ -13,8 +13,10 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from hlo_tools.composites import AttentionSpec
+from hlo_tools.gradients import GradSpec
 from hlo_tools.inlining import inline_composites
 from hlo_tools.matching.canonical import CanonicalSite
+from hlo_tools.matching.canonical_grad import CanonicalGradient
 from hlo_tools.matching.index_space import Atom, Dim, Index
 from hlo_tools.module import StableHloModule
 
@@ -50,30 +52,95 @@ class ShardingPlan:
 
     def wrap(self, implementation: Callable) -> Callable:
         """Returns the implementation under shard_map, on global arrays."""
-        mesh = AbstractMesh(
-            tuple(self.mesh.values()),
-            tuple(self.mesh),
-            axis_types=(AxisType.Auto,) * len(self.mesh),
+        array = self._array
+        return self._shard_map(
+            implementation, (array, array, array, *self._sides), array
         )
-        batch, heads = self.batch or None, self.heads or None
-        array = P(batch, None, heads, None)
-        sides = tuple(
+
+    @property
+    def _array(self) -> P:
+        return P(self.batch or None, None, self.heads or None, None)
+
+    @property
+    def _sides(self) -> tuple[P, ...]:
+        return tuple(
             P(
-                batch if shape[0] > 1 else None,
-                heads if shape[1] > 1 else None,
+                (self.batch or None) if shape[0] > 1 else None,
+                (self.heads or None) if shape[1] > 1 else None,
                 None,
                 None,
                 None,
             )
             for shape in self.side_shapes
         )
+
+    def _local_shapes(self, arrays) -> list[jax.ShapeDtypeStruct]:
+        """Returns what one device gets of q, k, v and the sides."""
+        found = []
+        specs = (self._array,) * 3 + self._sides
+        for array, spec in zip(arrays, specs, strict=True):
+            parts = [
+                math.prod(self.mesh[name] for name in names or ()) for names in spec
+            ]
+            shape = [n // p for n, p in zip(array.shape, parts, strict=True)]
+            found.append(jax.ShapeDtypeStruct(shape, array.dtype))
+        return found
+
+    def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:
+        mesh = AbstractMesh(
+            tuple(self.mesh.values()),
+            tuple(self.mesh),
+            axis_types=(AxisType.Auto,) * len(self.mesh),
+        )
         return jax.shard_map(
-            implementation,
+            function,
             mesh=mesh,
-            in_specs=(array, array, array, *sides),
-            out_specs=array,
+            in_specs=in_specs,
+            out_specs=out_specs,
             check_vma=False,
         )
+
+    def wrap_pair(
+        self, forward: Callable, backward: Callable, grad: GradSpec
+    ) -> tuple[Callable, Callable]:
+        """Returns the halves of an implementation under shard_map."""
+        array, sides = self._array, self._sides
+        row = P(self.batch or None, self.heads or None, None)
+
+        def forward_half(*arrays):
+            residuals = len(jax.eval_shape(forward, *self._local_shapes(arrays))) - 1
+            return self._shard_map(
+                forward,
+                (array, array, array, *sides),
+                (array, *[row] * residuals),
+            )(*arrays)
+
+        def backward_half(*arrays):
+            residuals = len(arrays) - 5 - len(sides)
+            specs = (array, array, array, *sides, array, *[row] * residuals, array)
+            outs = tuple(
+                array if isinstance(name, str) else sides[name] for name in grad.wanted
+            )
+            return self._shard_map(self._summed(backward, grad), specs, outs)(*arrays)
+
+        return forward_half, backward_half
+
+    def _summed(self, backward: Callable, grad: GradSpec) -> Callable:
+        """Adds up gradients of arrays that all devices along an axis share."""
+
+        def summed(*arrays):
+            found = []
+            gradients = backward(*arrays)
+            for name, gradient in zip(grad.wanted, gradients, strict=True):
+                shared: tuple[str, ...] = ()
+                if isinstance(name, int):
+                    shape = self.side_shapes[name]
+                    shared += self.batch if shape[0] == 1 else ()
+                    shared += self.heads if shape[1] == 1 else ()
+                found.append(jax.lax.psum(gradient, shared) if shared else gradient)
+            return tuple(found)
+
+        return summed
 
 
 @dataclass(frozen=True)
@@ -83,13 +150,13 @@ class SiteSharding:
     Attributes:
       mesh: axis names and sizes.
       operands: for each operand of the composite, axes by dimension.
-      result: the same for its result.
+      results: the same for its results.
       inside: axes that constraints between them mention.
     """
 
     mesh: dict[str, int]
     operands: tuple[tuple[DimAxes, ...], ...]
-    result: tuple[DimAxes, ...]
+    results: tuple[tuple[DimAxes, ...], ...]
     inside: frozenset[str]
 
     def plan(self, site: CanonicalSite) -> ShardingPlan:
@@ -105,7 +172,7 @@ class SiteSharding:
         splits: dict[Atom, DimAxes] = {}
         for index, place in zip(indices, places, strict=False):
             self._collect(index, self.operands[place], splits)
-        self._collect(match.out_index, self.result, splits)
+        self._collect(match.out_index, self.results[0], splits)
         axes = match.axes
         self._only(splits, axes)
         batch = self._group_axes(splits, axes.batch, "batch")
@@ -130,6 +197,45 @@ class SiteSharding:
             ),
         )
         return ShardingPlan(self.mesh, batch, heads, local, shapes)
+
+    def check_backward(
+        self, gradient: CanonicalGradient, plan: ShardingPlan, places: Sequence
+    ) -> None:
+        """Checks that a backward pass is split as `plan` splits its forward pass.
+
+        Args:
+          gradient: the backward pass; this is the sharding of its composite.
+          plan: of the forward pass.
+          places: (operand number of the cotangent or None, for each result the
+            number of its gradient).
+
+        Raises:
+          UnshardableSiteError: it is not.
+        """
+        axes = gradient.site.match.axes
+        wanted: dict[Atom, DimAxes] = {}
+        for dim, names in ((axes.batch, plan.batch), (axes.kv_heads, plan.heads)):
+            if dim and names:
+                wanted[dim[0]] = names
+        dout, order = places
+        splits: dict[Atom, DimAxes] = {}
+        if dout is not None:
+            self._collect(gradient.match.dout.index, self.operands[dout], splits)
+        for number, place in enumerate(order):
+            output = gradient.match.outputs[place]
+            self._collect(output.index, self.results[number], splits)
+            own = {atom for dim in output.index for atom in dim}
+            for atom, names in wanted.items():
+                if atom in own and splits.get(atom) != names:
+                    raise UnshardableSiteError(
+                        f"its gradients are not split over {'*'.join(names)} as it is"
+                    )
+        for atom, names in splits.items():
+            if wanted.get(atom) != names:
+                raise UnshardableSiteError(
+                    f"its backward pass is split over {'*'.join(names)}, which its "
+                    "forward pass is not"
+                )
 
     def _collect(
         self, index: Index, dims: Sequence[DimAxes], splits: dict[Atom, DimAxes]
@@ -274,9 +380,10 @@ def _propagate(module: StableHloModule, count: int):
         for place in range(len(op.operands)):
             op.operands[place] = before.results[place]
         with ir.InsertionPoint.after(op), op.location:
-            after = stablehlo.OptimizationBarrierOp([op.results[0]])
+            after = stablehlo.OptimizationBarrierOp(list(op.results))
         after.attributes[_MARK] = ir.StringAttr.get(f"{number}.out")
-        op.results[0].replace_all_uses_except(after.results[0], after.operation)
+        for old, new in zip(op.results, after.results, strict=True):
+            old.replace_all_uses_except(new, after.operation)
     inline_composites(copy, lambda op: True)
     passmanager.PassManager.parse(
         "builtin.module(symbol-dce,sdy-propagation-pipeline)"
@@ -290,7 +397,7 @@ def _propagate(module: StableHloModule, count: int):
     for number in range(count):
         mesh, operands = _axes_of(marked[f"{number}.in"])
         mesh_out, outs = _axes_of(marked[f"{number}.out"])
-        result.append((mesh or mesh_out, operands, outs[0], inside[number]))
+        result.append((mesh or mesh_out, operands, outs, inside[number]))
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.extend
 import numpy as np
 from jax.extend.mlir import ir
 
-from hlo_tools.report import VerifyResult
+from hlo_tools.report import SiteReport, VerifyResult
 
 # Largest difference allowed, as a part of the largest magnitude of the result, by
 # the narrowest type on the way and the platform.  A product of float32 operands
@@ -149,3 +150,18 @@ def verify_texts(
             worst = result
     assert worst is not None
     return worst
+
+
+def rolled_back(name: str, result: VerifyResult) -> str:
+    """Returns the reason of a site whose implementation failed its check."""
+    return (
+        f"{name} differs from the original by {result.max_error:.3g} "
+        f"(allowed {result.tolerance:.3g}): rolled back"
+    )
+
+
+def announce(report: SiteReport) -> None:
+    """Says on stderr that a site failed its check."""
+    print(
+        f"hlo_tools: {report.id} at {report.location}: {report.reason}", file=sys.stderr
+    )

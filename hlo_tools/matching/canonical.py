@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlo_tools.composites import AttentionSpec, SideSpec
+from hlo_tools.matching.arrays import full_array, regroup_array
 from hlo_tools.matching.attention import AttentionMatch
 from hlo_tools.matching.evaluation import OPERATIONS, evaluate
 from hlo_tools.matching.expressions import NUMPY_TYPES, Expr
-from hlo_tools.matching.index_space import Atom, Dim, Index, dim_size
-from hlo_tools.matching.arrays import full_array, regroup_array
+from hlo_tools.matching.index_space import Atom, Index, dim_size
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.reader import dtype_of, shape_of, table_of
 from hlo_tools.matching.softmax import strip_converts

@@ -132,7 +132,9 @@ class Hops:
 
     def forget(self, loop: ir.Operation) -> None:
         """Forgets a loop that is about to be replaced."""
-        self._stacks = {k: s for k, s in self._stacks.items() if k[0] != loop.results[0]}
+        self._stacks = {
+            k: s for k, s in self._stacks.items() if k[0] != loop.results[0]
+        }
         self._trips.pop(loop.results[0], None)
 
     def _find_stack(self, loop: ir.Operation, number: int) -> Stack | None:

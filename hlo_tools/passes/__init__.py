@@ -14,6 +14,7 @@ PASSES: dict[str, str] = {
     "fold-converts": "hlo_tools.passes.fold_converts:FoldConverts",
     "outline-attention": "hlo_tools.passes.outline_attention:OutlineAttention",
     "bind-kernels": "hlo_tools.passes.bind_kernels:BindKernels",
+    "prune-loops": "hlo_tools.passes.prune_loops:PruneLoops",
     "inline-composites": "hlo_tools.passes.inline_composites:InlineComposites",
 }
 
@@ -24,5 +25,7 @@ ALIASES: dict[str, str] = {
         "fold-converts,cse,dce"
     ),
     "clean": "cse,dce",
-    "default": "normalize,outline-attention,bind-kernels,inline-composites,clean",
+    "default": (
+        "normalize,outline-attention,bind-kernels,inline-composites,prune-loops,clean"
+    ),
 }

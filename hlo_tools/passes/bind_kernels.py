@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
-import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 
@@ -16,12 +13,12 @@ from hlo_tools import binding, verify
 from hlo_tools.composites import Implementation
 from hlo_tools.errors import UnknownNameError
 from hlo_tools.matching.attention import match_attention
-from hlo_tools.matching.canonical import DTYPE_NAMES, CanonicalSite
+from hlo_tools.matching.canonical import CanonicalSite
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.products import value_products
-from hlo_tools.matching.reader import dtype_of, shape_of
 from hlo_tools.module import StableHloModule
-from hlo_tools.passes.outline_attention import COMPOSITE, attributes_of
+from hlo_tools.passes.bind_pairs import PairBinder, plan_of, struct_of
+from hlo_tools.passes.outline_attention import COMPOSITE, GRADIENT, attributes_of
 from hlo_tools.pipeline import LEFT_ALONE, PassContext
 from hlo_tools.report import SiteReport
 from hlo_tools.site_sharding import UnshardableSiteError, site_shardings
@@ -51,49 +48,83 @@ class BindKernels:
     only_sites: str = ""
 
     def run(self, module: StableHloModule, context: PassContext) -> bool:
-        composites = [
-            op
-            for op in module.walk("stablehlo.composite")
-            if ir.StringAttr(op.attributes["name"]).value == COMPOSITE
-        ]
         known = binding.load_implementations(COMPOSITE)
         if self.only and self.only not in known:
             raise UnknownNameError("implementation", self.only, list(known))
+        composites = [
+            op
+            for op in module.walk("stablehlo.composite")
+            if _name(op) in (COMPOSITE, GRADIENT)
+        ]
         if not composites:
             return False
         shardings = site_shardings(module, composites)
-        functions, bound = module.functions(), 0
-        spliced: dict[str, str] = {}
+        backward: dict[str, list] = {}
         for op, sharding in zip(composites, shardings, strict=True):
-            report = _report_of(op, context)
-            if context.leaves_alone(report.id, self.skip_sites, self.only_sites):
-                report.reason = LEFT_ALONE
-                continue
-            name = ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
-            try:
-                site = rebuild_site(functions[name])
-                bound += self._bind(
-                    module, op, site, sharding, report, context, spliced
-                )
-            except NoMatchError as error:
-                report.reason = f"not proven from its decomposition: {error.reason}"
+            if _name(op) == GRADIENT:
+                backward.setdefault(_site_of(op), []).append((op, sharding))
+        run = _Run(self, module, context)
+        bound = 0
+        for op, sharding in zip(composites, shardings, strict=True):
+            if _name(op) == COMPOSITE:
+                bound += run.site(op, sharding, backward.get(_site_of(op), []))
         return bound > 0
 
-    def _bind(
-        self, module, op, site: CanonicalSite, sharding, report, context, spliced
-    ) -> bool:
-        """Binds one site if that pays; returns whether it did."""
-        report.attributes = {**attributes_of(site), **_escapes(op)}
-        if isinstance(sharding, UnshardableSiteError):
-            report.reason = str(sharding)
+
+class _Run:
+    """One run of the pass over one module."""
+
+    def __init__(
+        self, options: BindKernels, module: StableHloModule, context: PassContext
+    ):
+        self.options, self.module, self.context = options, module, context
+        self.functions = module.functions()
+        self.spliced: dict[str, str] = {}
+        self.pairs = PairBinder(module, context)
+
+    def site(self, op, sharding, backward) -> bool:
+        """Binds one site, with its backward pass if it has one; returns whether."""
+        options, report = self.options, _report_of(op, self.context)
+        if self.context.leaves_alone(report.id, options.skip_sites, options.only_sites):
+            report.reason = LEFT_ALONE
             return False
+        escapes = _escapes(op)
         try:
-            plan = sharding.plan(site) if sharding is not None else None
+            if backward:
+                return self._pair(op, sharding, backward, report, escapes)
+            site = rebuild_site(self.functions[_callee(op)])
+            report.attributes = {**attributes_of(site), **escapes}
+            return self._bind(op, site, sharding, report, bool(escapes))
+        except NoMatchError as error:
+            report.reason = f"not proven from its decomposition: {error.reason}"
         except UnshardableSiteError as error:
             report.reason = str(error)
+        return False
+
+    def _pair(self, op, sharding, backward, report, escapes) -> bool:
+        if len(backward) > 1:
+            report.reason = f"it has {len(backward)} backward passes"
             return False
-        spec = site.spec if plan is None else plan.local_spec
-        choice = binding.choose(COMPOSITE, spec, context.target)
+        ((other, other_sharding),) = backward
+        pair = self.pairs.prove(op, other)
+        report.attributes = {
+            **attributes_of(pair.proof.site),
+            **escapes,
+            **{k: v for k, v in report.attributes.items() if k.startswith("gradient")},
+        }
+        plan = plan_of(sharding, other_sharding, pair)
+        spec = pair.proof.site.spec if plan is None else plan.local_spec
+        grad = pair.proof.gradient.spec
+        choice = binding.choose(COMPOSITE, spec, self.context.target, grad)
+        if not self._may_bind(choice, report, bool(escapes)):
+            return False
+        if not self.pairs.bind(pair, plan, choice.implementation, report):
+            return False
+        self._bound(choice, spec, plan, report)
+        return True
+
+    def _may_bind(self, choice: binding.Choice, report, escapes: bool) -> bool:
+        """Reports a choice; returns whether it is to be bound."""
         report.candidates = choice.candidates
         report.predicted_seconds = {
             c.name: c.predicted_seconds
@@ -101,44 +132,62 @@ class BindKernels:
             if c.predicted_seconds is not None
         }
         report.reason = choice.reason
-        if "escapes" in report.attributes:
+        if escapes:
             where = ", ".join(report.attributes["escapes"])
             report.reason = (
                 "its scores or probabilities are computed anyway, for other uses (as a "
                 f"backward pass has them): {where}"
             )
             return False
+        if choice.implementation is None:
+            return False
+        only = self.options.only
+        if only and choice.implementation.name != only:
+            report.reason = f"bind-kernels{{only={only}}} leaves it alone"
+            return False
+        return True
+
+    def _bound(self, choice: binding.Choice, spec, plan, report: SiteReport) -> None:
         implementation = choice.implementation
-        if implementation is None:
-            return False
-        if self.only and implementation.name != self.only:
-            report.reason = f"bind-kernels{{only={self.only}}} leaves it alone"
-            return False
-        if context.verify and not _verified(
-            module, op, site, implementation, report, context
-        ):
-            return False
-        self._call(module, op, site, plan, implementation, context, spliced)
+        assert implementation is not None
         report.status, report.implementation = "bound", implementation.name
-        report.config = dict(implementation.config(spec, context.target))
+        report.config = dict(implementation.config(spec, self.context.target))
         report.bytes_saved = choice.bytes_saved
         if plan is not None and plan.description:
             report.config["shard_map"] = plan.description
+
+    def _bind(self, op, site: CanonicalSite, sharding, report, escapes) -> bool:
+        """Binds a forward pass if that pays; returns whether it did."""
+        if isinstance(sharding, UnshardableSiteError):
+            raise sharding
+        plan = sharding.plan(site) if sharding is not None else None
+        spec = site.spec if plan is None else plan.local_spec
+        choice = binding.choose(COMPOSITE, spec, self.context.target)
+        if not self._may_bind(choice, report, escapes):
+            return False
+        implementation = choice.implementation
+        if self.context.verify and not _verified(
+            self.module, op, site, implementation, report, self.context
+        ):
+            return False
+        self._call(op, site, plan, implementation)
+        self._bound(choice, spec, plan, report)
         return True
 
-    def _call(self, module, op, site, plan, implementation, context, spliced) -> None:
+    def _call(self, op, site, plan, implementation) -> None:
         """Puts a call of the implementation in the place of the composite."""
+        context = self.context
         signature = (
             f"{implementation.name} {context.target.spec.name}\n"
             f"{plan.description if plan else ''}\n{site.signature()}"
         )
-        name = spliced.get(signature)
+        name = self.spliced.get(signature)
         if name is None:
             lowered = lower_site(site, plan, implementation, context, signature)
             digest = hashlib.sha256(signature.encode()).hexdigest()[:8]
             wanted = f"{COMPOSITE}.{implementation.name}.{digest}"
-            name = binding.splice(module, lowered, wanted)
-            spliced[signature] = name
+            name = binding.splice(self.module, lowered, wanted)
+            self.spliced[signature] = name
         places = [ir.BlockArgument(value).arg_number for value in site.values]
         with ir.InsertionPoint(op), op.location:
             call = func.CallOp(
@@ -148,6 +197,20 @@ class BindKernels:
             )
         op.results[0].replace_all_uses_with(call.results[0])
         op.erase()
+
+
+def _name(op: ir.Operation) -> str:
+    return ir.StringAttr(op.attributes["name"]).value
+
+
+def _callee(op: ir.Operation) -> str:
+    return ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
+
+
+def _site_of(op: ir.Operation) -> str:
+    """Returns the id that a composite carries, or ""."""
+    attributes = ir.DictAttr(op.attributes["composite_attributes"])
+    return ir.StringAttr(attributes["site"]).value if "site" in attributes else ""
 
 
 def rebuild_site(function: ir.OpView) -> CanonicalSite:
@@ -180,7 +243,7 @@ def lower_site(site, plan, implementation: Implementation, context, key):
         kernel = implementation.build(site.spec, target)
     else:
         kernel = plan.wrap(implementation.build(plan.local_spec, target))
-    types = [_struct(value) for value in site.values]
+    types = [struct_of(value) for value in site.values]
     platform = binding.PLATFORM_NAMES[target.platform]
     key = None if key is None else (key, implementation)
     return binding.lower_function(site.adapt(kernel), types, platform, key)
@@ -195,10 +258,9 @@ def _verified(
     if not verify.can_run(platform):
         context.report.notes.append(f"{report.id} not verified: no {platform} here")
         return True
-    name = ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
-    function = module.functions()[name]
+    function = module.functions()[_callee(op)]
     arguments = function.regions[0].blocks[0].arguments
-    types = [_struct(value) for value in arguments]
+    types = [struct_of(value) for value in arguments]
     lowered = lower_site(site, None, implementation, context, None)
     spec = site.spec
     report.verify = verify.verify_texts(
@@ -215,23 +277,9 @@ def _verified(
     if report.verify.passed:
         return True
     report.status = "failed"
-    report.reason = (
-        f"{implementation.name} differs from the original by "
-        f"{report.verify.max_error:.3g} (allowed {report.verify.tolerance:.3g}): "
-        "rolled back"
-    )
-    print(
-        f"hlo_tools: {report.id} at {report.location}: {report.reason}", file=sys.stderr
-    )
+    report.reason = verify.rolled_back(implementation.name, report.verify)
+    verify.announce(report)
     return False
-
-
-def _struct(value) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape_of(value), _numpy_dtype(dtype_of(value)))
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-    return jax.numpy.dtype(DTYPE_NAMES[name])
 
 
 def _escapes(op: ir.Operation) -> dict[str, list[str]]:
@@ -244,8 +292,7 @@ def _escapes(op: ir.Operation) -> dict[str, list[str]]:
 
 def _report_of(op: ir.Operation, context: PassContext) -> SiteReport:
     """Returns the site's report; a new one for modules outlined elsewhere."""
-    attributes = ir.DictAttr(op.attributes["composite_attributes"])
-    name = ir.StringAttr(attributes["site"]).value if "site" in attributes else ""
+    name = _site_of(op)
     for site in context.report.sites:
         if site.id == name:
             return site

@@ -116,9 +116,7 @@ class PairBinder:
         if pair.proof.dout is not None:
             operands.append(pair.arguments.values[pair.proof.dout])
         types = [struct_of(value) for value in residuals]
-        backward = self._splice(
-            halves.backward_lowered(types), halves.key("backward")
-        )
+        backward = self._splice(halves.backward_lowered(types), halves.key("backward"))
         with ir.InsertionPoint(pair.backward), pair.backward.location:
             call = self._call(backward, operands)
         for number, place in enumerate(pair.proof.order):
@@ -271,7 +269,9 @@ def plan_of(sharding, backward, pair: Pair) -> ShardingPlan | None:
     if sharding is None:
         return None
     plan = sharding.plan(pair.proof.site)
-    backward.check_backward(pair, plan)
+    proof, dout = pair.proof, None
+    if proof.dout is not None:
+        value = pair.arguments.values[proof.dout]
+        dout = list(pair.backward.operands).index(value)
+    backward.check_backward(proof.gradient, plan, (dout, proof.order))
     return plan
-
-
