@@ -32,7 +32,7 @@ import numpy as np
 
 from hlo_tools.composites import AttentionSpec
 from hlo_tools.targets import Target
-from pallas_kernels.attention import cost, online
+from pallas_kernels.attention import cost, online, online_forward, online_tiling
 
 RESULTS = Path(__file__).parent / "results" / "online_attention_cpu.json"
 
@@ -85,14 +85,16 @@ def naive(spec: AttentionSpec):
     return jax.jit(attention)
 
 
-def staged(spec: AttentionSpec, blocks: online.Blocks | None, target: Target):
+def staged(spec: AttentionSpec, blocks: online_tiling.Blocks | None, target: Target):
     """Returns what the stage binds, or "online" in given tiles."""
     if blocks is None:
         return jax.jit(online.IMPLEMENTATION.build(spec, target))
-    return jax.jit(lambda q, k, v: online.online_attention(spec, blocks, True, q, k, v))
+    return jax.jit(
+        lambda q, k, v: online_forward.online_attention(spec, blocks, True, q, k, v)
+    )
 
 
-def block_choices(spec: AttentionSpec) -> list[online.Blocks]:
+def block_choices(spec: AttentionSpec) -> list[online_tiling.Blocks]:
     """All tiles of the sweep that fit a site."""
     found = set()
     for rows, keys, pairs in itertools.product(SWEEP_ROWS, SWEEP_KEYS, SWEEP_PAIRS):
@@ -103,7 +105,7 @@ def block_choices(spec: AttentionSpec) -> list[online.Blocks]:
         tile = batch * kv_heads * spec.group * queries * keys
         fits = SWEEP_TILE[0] <= tile <= SWEEP_TILE[1] or tile == spec.score_count
         if fits and spec.kv_heads % kv_heads == 0 and spec.batch % batch == 0:
-            found.add(online.Blocks(batch, kv_heads, queries, keys))
+            found.add(online_tiling.Blocks(batch, kv_heads, queries, keys))
     return sorted(found)
 
 

@@ -112,11 +112,7 @@ def online_seconds(
     keys: int,
 ) -> float:
     """Predicts the time of "online" in tiles of [batch,kv_heads,G,queries,keys]."""
-    tiles = -(-spec.q_len // queries) * -(-spec.k_len // keys)
-    tiles *= spec.batch // batch * (spec.kv_heads // kv_heads)
-    # Each limit cuts a tile in two somewhere, half of which is wasted.
-    waste = (queries + keys) // 2 * (2 - spec.band.count(None))
-    part = visible_scores(spec, waste) / spec.score_count
+    part, tiles = online_tiles(spec, batch, kv_heads, queries, keys)
     if target.platform == "cpu":
         mask = CPU_TILES_MASK if is_modified(spec) else 0.0
         seconds = _cpu_seconds(spec, target, CPU_TILES + mask, part)
@@ -127,6 +123,17 @@ def online_seconds(
     seconds = _product_seconds(spec, target) + itemsize * spec.score_count / bandwidth
     calls = ONLINE_CALLS * target.spec.launch_seconds * tiles
     return (seconds + calls) * part
+
+
+def online_tiles(
+    spec: AttentionSpec, batch: int, kv_heads: int, queries: int, keys: int
+) -> tuple[float, int]:
+    """Returns the part of the scores that "online" computes, of how many tiles."""
+    tiles = -(-spec.q_len // queries) * -(-spec.k_len // keys)
+    tiles *= spec.batch // batch * (spec.kv_heads // kv_heads)
+    # Each limit cuts a tile in two somewhere, half of which is wasted.
+    waste = (queries + keys) // 2 * (2 - spec.band.count(None))
+    return visible_scores(spec, waste) / spec.score_count, tiles
 
 
 def rows_seconds(
@@ -185,13 +192,19 @@ def _kernel_seconds(
 
 def matmul_seconds(spec: AttentionSpec, target: Target) -> float:
     """Returns the time of both products at the peak rate."""
+    return sum(product_seconds(spec, target))
+
+
+def product_seconds(spec: AttentionSpec, target: Target) -> tuple[float, float]:
+    """Returns the times of the score and the value product at the peak rate."""
     device = target.spec
     score = 2 * spec.score_count * spec.head_dim
     value = 2 * spec.score_count * spec.value_dim
     score_dtype = str(jnp.promote_types(spec.q_dtype, spec.k_dtype))
     value_dtype = str(jnp.promote_types(spec.probs_dtype, spec.v_dtype))
-    return score / _rate(device, score_dtype, spec.precision[0]) + value / _rate(
-        device, value_dtype, spec.precision[1]
+    return (
+        score / _rate(device, score_dtype, spec.precision[0]),
+        value / _rate(device, value_dtype, spec.precision[1]),
     )
 
 
@@ -257,8 +270,8 @@ def _cpu_naive_seconds(spec: AttentionSpec, target: Target) -> float:
     scores = spec.score_count * spec.compute_dtype.itemsize
     each = CPU_NAIVE + CPU_NAIVE_UNCACHED * min(scores / CPU_CACHE_BYTES, 1.0)
     each += CPU_NAIVE_MASK if is_modified(spec) else 0.0
-    cores = min(_cores(target), CPU_NAIVE_CORES)
-    return matmul_seconds(spec, target) + each * spec.score_count / cores + CPU_CALL
+    elementwise = each * spec.score_count / min(cores(target), CPU_NAIVE_CORES)
+    return matmul_seconds(spec, target) + elementwise + CPU_CALL
 
 
 def _cpu_seconds(
@@ -267,7 +280,7 @@ def _cpu_seconds(
     """Products and elementwise work on a part of the scores."""
     if spec.group * spec.q_len < FEW_ROWS:
         return _cpu_stream_seconds(spec, target, CPU_KV_PASSES) + CPU_CALL
-    elementwise = each * spec.score_count / _cores(target)
+    elementwise = each * spec.score_count / cores(target)
     return (matmul_seconds(spec, target) + elementwise) * part
 
 
@@ -275,7 +288,8 @@ def _cpu_stream_seconds(spec: AttentionSpec, target: Target, passes: float) -> f
     return operand_bytes(spec) * passes / target.spec.memory_bandwidth
 
 
-def _cores(target: Target) -> float:
+def cores(target: Target) -> float:
+    """Returns how many CPU cores the numbers of a target stand for."""
     return max(target.spec.matmul_flops["float32"] / CPU_CORE_FLOPS, 1.0)
 
 

@@ -32,6 +32,13 @@ def update_tile(array: jax.Array, tile: jax.Array, start: Sequence) -> jax.Array
     return lax.dynamic_update_slice(array, tile, start, allow_negative_indices=False)
 
 
+def add_tile(array: jax.Array, tile: jax.Array, start: Sequence) -> jax.Array:
+    """Returns `array` with `tile` added from `start`; dims of size 1 start at 0."""
+    pairs = zip(start, array.shape, strict=True)
+    start = [i if n > 1 else 0 for i, n in pairs]
+    return update_tile(array, slice_tile(array, start, tile.shape) + tile, start)
+
+
 def side_tile(side: jax.Array, start: Sequence, size: Sequence[int]) -> jax.Array:
     """Cuts the tile out of a side operand, along the dims that it has.
 
