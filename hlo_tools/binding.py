@@ -35,6 +35,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 }
 # composite -> module with naive_seconds(spec, target), naive_temp_bytes(...)
 COST_MODELS = {"hlo_tools.attention": "pallas_kernels.attention.cost"}
+# the same for a site with its backward pass: naive_grad_seconds(spec, grad, target) ...
+GRAD_COST_MODELS = {"hlo_tools.attention": "pallas_kernels.attention.cost_grad"}
 
 # An implementation must be predicted to take at most this part of XLA's time ...
 FASTER = 0.95
@@ -87,15 +89,17 @@ def choose(
       target: what it runs on.
       grad: its backward pass, to be bound with it; None for the forward pass alone.
     """
-    cost = importlib.import_module(COST_MODELS[composite])
-    parts = (spec, target) if grad is None else (spec, grad, target)
+    parts: tuple[Any, ...] = (spec, target)
     if grad is None:
+        cost = importlib.import_module(COST_MODELS[composite])
         baseline, baseline_bytes = cost.naive_seconds, cost.naive_temp_bytes
     else:
+        parts = (spec, grad, target)
+        cost = importlib.import_module(GRAD_COST_MODELS[composite])
         baseline, baseline_bytes = cost.naive_grad_seconds, cost.naive_grad_temp_bytes
     candidates, able = [], []
     for name, implementation in load_implementations(composite).items():
-        run = implementation if grad is None else implementation.grad
+        run: Any = implementation if grad is None else implementation.grad
         if target.platform not in implementation.platforms:
             reason = f"runs on {', '.join(implementation.platforms)} only"
         elif run is None:

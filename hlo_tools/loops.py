@@ -36,7 +36,7 @@ def rebuild(
     for number, region in enumerate(loop.regions):
         block = region.blocks[0]
         block.append_to(new.regions[number])
-        if number == 1:
+        if number == 1 and gone:
             _return_others(block, keep)
             erase_unused(block)
         for place in gone:

@@ -204,6 +204,23 @@ class Hops:
             return None
         return stack, loop_invariant(op.operands[1])
 
+    def saves(self, stack: Stack, value) -> list | None:
+        """Returns how a stack saves a value, or None if it does not.
+
+        Returns:
+          The rearrangements between the value and what is written, last first.
+        """
+        saved, path = loop_invariant(stack.update), []
+        while saved != value:
+            op = defining_op(saved)
+            if op is None or op.operation.name not in (*_RESHAPES, "stablehlo.transpose"):
+                return None
+            if not _keeps_order(op):
+                return None
+            path.append(op)
+            saved = loop_invariant(op.operands[0])
+        return path
+
     def unit_free(self, value):
         """Returns what a value is but for dimensions of size 1.
 
@@ -229,8 +246,8 @@ _RESHAPES = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")
 
 
 def _keeps_order(op) -> bool:
-    """Returns whether a reshape or broadcast only adds dimensions of size 1."""
-    if op.operation.name == "stablehlo.reshape":
+    """Returns whether a shape operation repeats nothing."""
+    if op.operation.name in ("stablehlo.reshape", "stablehlo.transpose"):
         return True
     dims = int_array(op.attributes["broadcast_dimensions"])
     sizes = math.prod(shape_of(op.operands[0])), math.prod(shape_of(op.results[0]))

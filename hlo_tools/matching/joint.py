@@ -124,7 +124,7 @@ class _Copier:
     def can_copy(self, value) -> bool:
         """Returns whether a value is computed from the forward's operands alone."""
         value, number = self.resolve(value)
-        if number is not None or value == self.out:
+        if number is not None:
             return True
         found = self._copied.get(value)
         if found is None:
@@ -178,7 +178,9 @@ def joint_module(
     count = len(values)
     saved = []
     for operand in backward.operands:
-        linked = forward is not None and copier.can_copy(operand)
+        linked = forward is not None and (
+            copier.resolve(operand)[0] == copier.out or copier.can_copy(operand)
+        )
         saved.append(linked)
         if not linked:
             values.append(operand)

@@ -59,15 +59,16 @@ class BindKernels:
         if not composites:
             return False
         shardings = site_shardings(module, composites)
-        backward: dict[str, list] = {}
+        forward, backward = [], {}
         for op, sharding in zip(composites, shardings, strict=True):
-            if _name(op) == GRADIENT:
+            if _name(op) == COMPOSITE:
+                forward.append((op, sharding))
+            else:
                 backward.setdefault(_site_of(op), []).append((op, sharding))
         run = _Run(self, module, context)
         bound = 0
-        for op, sharding in zip(composites, shardings, strict=True):
-            if _name(op) == COMPOSITE:
-                bound += run.site(op, sharding, backward.get(_site_of(op), []))
+        for op, sharding in forward:
+            bound += run.site(op, sharding, backward.get(_site_of(op), []))
         return bound > 0
 
 

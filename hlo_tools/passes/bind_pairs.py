@@ -112,6 +112,7 @@ class PairBinder:
             call = self._call(forward, values)
         out, *residuals = call.results
         pair.forward.results[0].replace_all_uses_with(out)
+        pair.forward.erase()
         operands = [saved.get(value) for value in (*values, out, *residuals)]
         if pair.proof.dout is not None:
             operands.append(pair.arguments.values[pair.proof.dout])
@@ -122,7 +123,6 @@ class PairBinder:
         for number, place in enumerate(pair.proof.order):
             pair.backward.results[number].replace_all_uses_with(call.results[place])
         pair.backward.erase()
-        pair.forward.erase()
         return True
 
     def _splice(self, lowered: binding.Lowered, key: str) -> str:

@@ -18,6 +18,7 @@ from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.reader import (
     defining_op,
     dtype_of,
+    int_array,
     loop_invariant,
     shape_of,
 )
@@ -34,7 +35,8 @@ def _is_inside(block: ir.Block, outer: ir.Block) -> bool:
 
 
 def _block_of(value) -> ir.Block:
-    return value.owner if isinstance(value.owner, ir.Block) else value.owner.block
+    owner = value.owner
+    return owner if isinstance(owner, ir.Block) else owner.operation.block
 
 
 class SavedValues:
@@ -73,21 +75,21 @@ class SavedValues:
             return self._get(value, level - 1)
         key = (value, level)
         if key not in self._found:
-            number = self._stack_of(loop, value)
+            number, path = self._stack_of(loop, value)
             if number is None:
                 loop, number = self._save(level, value)
             stack = self._get(loop.results[number], level - 1)
-            self._found[key] = self._read(stack, slot, value)
+            self._found[key] = self._read(stack, slot, value, path)
         return self._found[key]
 
-    def _stack_of(self, loop: ir.Operation, value) -> int | None:
-        """Returns the carried value that saves `value`, if any does."""
+    def _stack_of(self, loop: ir.Operation, value) -> tuple[int | None, list]:
+        """Returns which carried value saves `value`, if any, and how."""
         for number in range(len(loop.results)):
             stack = self.hops.stack(loop, number)
-            if stack is not None and self.hops.unit_free(stack.update) == value:
-                if shape_of(value) == shape_of(loop.results[number])[1:]:
-                    return number
-        return None
+            path = None if stack is None else self.hops.saves(stack, value)
+            if path is not None:
+                return number, path
+        return None, []
 
     def _save(self, level: int, value) -> tuple[ir.Operation, int]:
         """Gives the forward loop another stack; returns it and the number."""
@@ -116,9 +118,9 @@ class SavedValues:
         loops.set_handed_on(new, number, stack)
         return new, number
 
-    def _read(self, stack, slot, value):
+    def _read(self, stack, slot, value, path):
         """Reads one slot of a stack at the place of the backward pass."""
-        shape, place = shape_of(value), self.backward
+        shape, place = shape_of(stack)[1:], self.backward
         while _block_of(slot) != place.block and not isinstance(slot.owner, ir.Block):
             if not _is_inside(place.block, _block_of(slot)):
                 break
@@ -129,7 +131,20 @@ class SavedValues:
             part = stablehlo.DynamicSliceOp(
                 stack, _starts(slot, len(shape) + 1), [1, *shape]
             ).result
-            return stablehlo.ReshapeOp(value.type, part).result
+            for op in path:
+                part = _undone(op, part)
+            if shape_of(part) != shape_of(value):
+                part = stablehlo.ReshapeOp(value.type, part).result
+            return part
+
+
+def _undone(op, value):
+    """Applies the inverse of a shape operation that repeats nothing."""
+    if op.operation.name == "stablehlo.transpose":
+        permutation = int_array(op.attributes["permutation"])
+        inverse = [permutation.index(dim) for dim in range(len(permutation))]
+        return stablehlo.TransposeOp(value, inverse).result
+    return stablehlo.ReshapeOp(op.operands[0].type, value).result
 
 
 def _is_constant(value) -> bool:
