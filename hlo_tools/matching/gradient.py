@@ -27,7 +27,14 @@ from hlo_tools.matching.index_space import (
     atoms_of,
     dim_size,
 )
-from hlo_tools.matching.operands import Operand, Step, renamed, trail, unify
+from hlo_tools.matching.operands import (
+    Operand,
+    Step,
+    is_narrowing,
+    renamed,
+    trail,
+    unify,
+)
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.polynomials import Polynomials, derivative
 from hlo_tools.matching.products import DotDims, rounds_at_most
@@ -258,16 +265,14 @@ class _Backward:
                 return None
             return Operand(value, index, float(expr.data))
         assert isinstance(key, Expr)
-        best = Operand(key.value, key.index)
+        best = Operand(steps[0].value, steps[0].index)
         for step in steps:
-            # as it is multiplied, but for the order of its dimensions
-            reached = step.value == key.value
-            op = defining_op(step.value)
-            if reached or step.scale != 1.0:
+            if step.scale != 1.0:
                 break
-            if op is not None and op.operation.name == "stablehlo.convert":
-                return Operand(step.value, step.index)
-        return best
+            best = Operand(step.value, step.index)
+            if step.value == key.value or is_narrowing(step.value):
+                return best  # as it is multiplied, but for the order of dimensions
+        return Operand(key.value, key.index)
 
     # ------------------------------------------------------------- the outputs
 
@@ -318,9 +323,9 @@ class _Backward:
         ratio = poly.ratio_to(self._expected(key) * by_score)
         if ratio is None:
             raise NoMatchError("not the gradient of the softmax")
-        operand = match.q if name == "q" else match.k
-        # the other operand's own scale, as the site's scale counts both
-        factor = ratio * scale * operand.scale / (match.q.scale * match.k.scale)
+        # the other operand is a multiple of the site's array, whose scale is a part
+        # of the site's
+        factor = ratio * scale / (match.q.scale * match.k.scale)
         self._finish(key, wanted, op, renamed(result, names), factor, step.above)
 
     def _values_gradient(self, op, poly, value, other, fresh, result) -> None:

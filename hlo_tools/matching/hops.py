@@ -213,9 +213,7 @@ class Hops:
         saved, path = loop_invariant(stack.update), []
         while saved != value:
             op = defining_op(saved)
-            if op is None or op.operation.name not in (*_RESHAPES, "stablehlo.transpose"):
-                return None
-            if not _keeps_order(op):
+            if op is None or not keeps_order(op):
                 return None
             path.append(op)
             saved = loop_invariant(op.operands[0])
@@ -232,7 +230,7 @@ class Hops:
             name = op.operation.name
             if name == WHILE:
                 return value
-            if name in _RESHAPES and _keeps_order(op):
+            if name != _TRANSPOSE and keeps_order(op):
                 value = loop_invariant(op.operands[0])
                 continue
             deeper = self.origin(value)
@@ -242,13 +240,16 @@ class Hops:
         return value
 
 
-_RESHAPES = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")
+_TRANSPOSE = "stablehlo.transpose"
 
 
-def _keeps_order(op) -> bool:
-    """Returns whether a shape operation repeats nothing."""
-    if op.operation.name in ("stablehlo.reshape", "stablehlo.transpose"):
+def keeps_order(op) -> bool:
+    """Returns whether an operation only rearranges: every element is there once."""
+    name = op.operation.name
+    if name in ("stablehlo.reshape", _TRANSPOSE):
         return True
+    if name != "stablehlo.broadcast_in_dim":
+        return False
     dims = int_array(op.attributes["broadcast_dimensions"])
     sizes = math.prod(shape_of(op.operands[0])), math.prod(shape_of(op.results[0]))
     return sizes[0] == sizes[1] and list(dims) == sorted(dims)

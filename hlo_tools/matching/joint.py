@@ -17,9 +17,9 @@ from jax.extend.mlir.dialects import func
 from hlo_tools.matching.attention import match_attention
 from hlo_tools.matching.canonical import CanonicalSite
 from hlo_tools.matching.canonical_grad import CanonicalGradient
-from hlo_tools.matching.hops import BARRIER, READ, Hops
+from hlo_tools.matching.hops import BARRIER, READ, Hops, keeps_order
 from hlo_tools.matching.outcome import NoMatchError
-from hlo_tools.matching.outline import clone_into
+from hlo_tools.matching.outline import clone_into, undone
 from hlo_tools.matching.products import value_products
 from hlo_tools.matching.reader import (
     ELEMENTWISE,
@@ -86,12 +86,22 @@ class _Copier:
     def __init__(self, forward: ir.Operation | None, hops: Hops):
         self.hops = hops
         self.known: dict[Any, int] = {}  # values that are operands of the forward
+        self.below: dict[Any, tuple[int, list]] = {}  # what they rearrange, and how
         if forward is not None:
             for number, operand in enumerate(forward.operands):
                 for form in self._forms(operand):
                     self.known.setdefault(form, number)
+                    self._note_rearranged(form, number)
         self.out = None if forward is None else forward.results[0]
         self._copied: dict[Any, bool] = {}
+
+    def _note_rearranged(self, value, number: int) -> None:
+        """Remembers the arrays that an operand is a mere rearrangement of."""
+        path: list = []
+        while (op := defining_op(value)) is not None and keeps_order(op):
+            path = [*path, op]
+            value = loop_invariant(op.operands[0])
+            self.below.setdefault(value, (number, path))
 
     def _forms(self, value) -> list[Any]:
         """Returns the values that `value` is equal to, nearest first."""
@@ -119,12 +129,14 @@ class _Copier:
         for form in forms:
             if form in self.known:
                 return form, self.known[form]
+            if form in self.below:
+                return form, None
         return forms[-1], None
 
     def can_copy(self, value) -> bool:
         """Returns whether a value is computed from the forward's operands alone."""
         value, number = self.resolve(value)
-        if number is not None:
+        if number is not None or value in self.below:
             return True
         found = self._copied.get(value)
         if found is None:
@@ -145,6 +157,12 @@ class _Copier:
         value, number = self.resolve(value)
         if number is not None:
             mapping[original] = mapping[number]
+        elif value in self.below and value not in mapping:
+            number_below, path = self.below[value]
+            array = mapping[number_below]
+            for op in path:
+                array = undone(op, array)
+            mapping[value] = array
         elif value not in mapping:
             op = defining_op(value)
             for operand in op.operands:
@@ -239,21 +257,28 @@ def prove_joint(module: ir.Module) -> JointSite:
     function = next(iter(module.body.operations))
     block = function.regions[0].blocks[0]
     returned = list(list(block.operations)[-1].operands)
-    reason = "its result is no attention of its arguments"
+    reason = ""
     for op in block.operations:
         if op.operation.name != "stablehlo.exponential":
             continue
         for dot, side in value_products(op):
             try:
                 match = match_attention(dot, side, op)
-                if match.out != returned[0] or len(match.gradients) != 1:
-                    continue
+            except NoMatchError as error:
+                reason = reason or error.reason
+                continue
+            if match.out != returned[0]:
+                continue
+            if len(match.gradients) != 1:
+                reason = f"it has {len(match.gradients)} backward passes"
+                continue
+            try:
                 site = CanonicalSite(match)
                 gradient = CanonicalGradient(site, match.gradients[0])
                 return _joint_site(module, function, returned, site, gradient)
             except NoMatchError as error:
                 reason = error.reason
-    raise NoMatchError(reason)
+    raise NoMatchError(reason or "its result is no attention of its arguments")
 
 
 def _joint_site(module, function, returned, site, gradient) -> JointSite:

@@ -56,6 +56,15 @@ def _is_widening(op) -> bool:
     return _WIDTH[new] > _WIDTH[old]
 
 
+def is_narrowing(value) -> bool:
+    """Returns whether a value is another one rounded to fewer bits."""
+    op = defining_op(value)
+    if op is None or op.operation.name != "stablehlo.convert":
+        return False
+    old, new = dtype_of(op.operands[0]), dtype_of(value)
+    return is_float(old) and is_float(new) and _WIDTH[new] < _WIDTH[old]
+
+
 def _broadcasts_below(value) -> bool:
     """Returns whether shape operations lead down to a repeat of `value`."""
     while (op := defining_op(loop_invariant(value))) is not None:

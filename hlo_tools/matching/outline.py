@@ -13,7 +13,11 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func, stablehlo
 
 from hlo_tools.matching.outcome import NoMatchError
-from hlo_tools.matching.reader import defining_op, loop_invariant
+from hlo_tools.matching.reader import (
+    defining_op,
+    int_array,
+    loop_invariant,
+)
 
 _ALWAYS_INSIDE = ("stablehlo.constant", "stablehlo.iota")
 # operations with regions that read nothing but their operands
@@ -27,6 +31,15 @@ def clone_into(value, mapping: dict) -> None:
     for number, operand in enumerate(op.operands):
         copy.operands[number] = mapping[loop_invariant(operand)]
     mapping[value] = copy.results[0]
+
+
+def undone(op, value):
+    """Applies the inverse of a shape operation that repeats nothing."""
+    if op.operation.name == "stablehlo.transpose":
+        permutation = int_array(op.attributes["permutation"])
+        inverse = [permutation.index(dim) for dim in range(len(permutation))]
+        return stablehlo.TransposeOp(value, inverse).result
+    return stablehlo.ReshapeOp(op.operands[0].type, value).result
 
 
 class Region:

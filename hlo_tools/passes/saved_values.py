@@ -15,10 +15,10 @@ from jax.extend.mlir.dialects import stablehlo
 from hlo_tools import loops
 from hlo_tools.matching.hops import WHILE, Hops
 from hlo_tools.matching.outcome import NoMatchError
+from hlo_tools.matching.outline import undone
 from hlo_tools.matching.reader import (
     defining_op,
     dtype_of,
-    int_array,
     loop_invariant,
     shape_of,
 )
@@ -132,19 +132,10 @@ class SavedValues:
                 stack, _starts(slot, len(shape) + 1), [1, *shape]
             ).result
             for op in path:
-                part = _undone(op, part)
+                part = undone(op, part)
             if shape_of(part) != shape_of(value):
                 part = stablehlo.ReshapeOp(value.type, part).result
             return part
-
-
-def _undone(op, value):
-    """Applies the inverse of a shape operation that repeats nothing."""
-    if op.operation.name == "stablehlo.transpose":
-        permutation = int_array(op.attributes["permutation"])
-        inverse = [permutation.index(dim) for dim in range(len(permutation))]
-        return stablehlo.TransposeOp(value, inverse).result
-    return stablehlo.ReshapeOp(op.operands[0].type, value).result
 
 
 def _is_constant(value) -> bool:
