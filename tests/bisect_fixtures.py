@@ -10,6 +10,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from hlo_tools import binding
 from hlo_tools.composites import attention_ref
+from hlo_tools.report import SiteReport
 
 COMPOSITE = "hlo_tools.attention"
 SCALES = [0.1 + 0.01 * number for number in range(40)]
@@ -95,3 +96,19 @@ def rejects(original: str, candidate: str) -> bool:
 
 def attention_default(q, k, v):
     return attention(q, k, v, 0.125)
+
+
+@dataclasses.dataclass(frozen=True)
+class BreakBackward:
+    """Breaks the last addition of gradient programs, and reports a bound site."""
+
+    name: ClassVar[str] = "break-backward"
+    exactness: ClassVar[str] = "bitwise"
+    summary: ClassVar[str] = "wrong on purpose, in the backward pass"
+
+    def run(self, module, context) -> bool:
+        changed = "gradient" in module.name and SubtractForAdd().run(module, context)
+        if changed:  # the stage keeps a program in which nothing is bound
+            site = SiteReport("sum.0", "sum", status="bound", implementation="broken")
+            context.report.sites.append(site)
+        return changed
