@@ -14,6 +14,7 @@ from hlo_tools.bisect_reproducer import Reproducer, write_reproducer
 from hlo_tools.bisect_script import ProgramSubject
 from hlo_tools.pipeline import PassPipeline
 from hlo_tools.report import SiteReport
+from hlo_tools.report_format import short_location
 
 SCHEMA_VERSION = 1
 
@@ -91,7 +92,9 @@ class Finding:
         if culprit.others:
             lines.append("  more sites are wrong beside these")
         if self.is_workaround:
-            ids = "+".join(culprit.sites)
+            ids = "+".join(
+                site if "/" in site else f"{self.name}/{site}" for site in culprit.sites
+            )
             lines.append(f"  without: HLO_TOOLS_SKIP_SITES={ids}, and all is well")
         good = f"--passes '{culprit.before}'" if culprit.before else "as it is written"
         lines.append(f"  good: {good}")
@@ -106,7 +109,7 @@ class Finding:
     def _describe(self, site: str) -> str:
         for report in self.sites:
             if report.id == site:
-                where = f" at {report.location}" if report.location else ""
+                where = f" at {short_location(report.location)}" * bool(report.location)
                 what = report.implementation
                 return f"{site}{where}" + (f", bound to {what}" if what else "")
         return site

@@ -110,7 +110,7 @@ def test_two_culprits(broken, tmp_path):
     )
     assert len(found.culprit.groups) == 2
     assert found.is_workaround
-    ids = "+".join(found.culprit.sites)
+    ids = "+".join(f"jit__lambda/{site}" for site in found.culprit.sites)
     assert f"HLO_TOOLS_SKIP_SITES={ids}" in found.text()
 
 
