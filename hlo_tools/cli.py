@@ -1,4 +1,4 @@
-"""The command line: `hlo-tools run | opt | explain | passes`.
+"""The command line: `hlo-tools run | opt | explain | bisect | passes`.
 
 typer only parses: each subcommand returns what is to be done, and `main` does it
 outside of the parser. So a script that `run` starts sees its own Ctrl-C and its
@@ -15,7 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
+from hlo_tools import cli_bisect
 from hlo_tools import cli_commands as commands
+from hlo_tools.cli_options import Arguments, ModuleName, Passes
 from hlo_tools.cli_output import FORMATS, say, silence_stdout
 from hlo_tools.cli_parsing import (
     ProgramCommand,
@@ -39,19 +41,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Passes = Annotated[
-    str, typer.Option("--passes", metavar="SPEC", help="Pipeline to run, in order.")
-]
 Target = Annotated[
     str, typer.Option("--target", metavar="NAME", help="Device: cpu, h200, v5e, ...")
-]
-Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ARGS", help="What the program finds in sys.argv."),
-]
-Module = Annotated[
-    str | None,
-    typer.Option("-m", metavar="MODULE", help="Run a module, as `python -m` does."),
 ]
 Report = Annotated[
     str | None,
@@ -89,7 +80,7 @@ def run(
         str | None, typer.Argument(metavar="SCRIPT", help="A Python program.")
     ] = None,
     args: Arguments = None,
-    module: Module = None,
+    module: ModuleName = None,
     passes: Passes = "default",
     exactness: Annotated[
         str,
@@ -131,7 +122,7 @@ def explain(
         typer.Argument(metavar="FILE", help="MLIR text (- is stdin), or a script."),
     ] = None,
     args: Arguments = None,
-    module: Module = None,
+    module: ModuleName = None,
     passes: Passes = "default",
     target: Annotated[
         str | None,
@@ -153,6 +144,9 @@ def explain(
     check_choice("format", form, FORMATS)
     program = commands.Program.of(file, args, module)
     return partial(commands.explain, program, passes, target, form)
+
+
+app.command(cls=ProgramOrModuleCommand)(cli_bisect.bisect)
 
 
 @app.command()

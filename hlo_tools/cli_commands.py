@@ -89,14 +89,22 @@ def run(
     from hlo_tools.pipeline import PassPipeline
 
     PassPipeline.parse(passes)  # the same
-    return _start(program, StageConfig(passes, exactness, verify), report)
+    return start(program, StageConfig(passes, exactness, verify), report)
 
 
-def _start(program: Program, config: Any, report: str | None) -> int:
+def start(program: Program, config: Any, report: str | None, **options: Any) -> int:
+    """Run a program under the stage; its exit status.
+
+    Args:
+        program: what to run.
+        config: a `StageConfig`.
+        report: where the report goes, if anywhere.
+        options: as for `runner.run_script`.
+    """
     from hlo_tools import runner
 
-    start = runner.run_module if program.is_module else runner.run_script
-    return start(program.name, list(program.arguments), config, report=report)
+    run = runner.run_module if program.is_module else runner.run_script
+    return run(program.name, list(program.arguments), config, report=report, **options)
 
 
 def opt(
@@ -156,7 +164,7 @@ def _explain_program(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "report.json")
         with stdout_to_stderr():
-            status = _start(program, StageConfig(passes), str(file))
+            status = start(program, StageConfig(passes), str(file))
         if not file.exists():
             return status or 1, RewriteReport(program.name)
         return status, RewriteReport.from_json(file.read_text())
@@ -182,7 +190,7 @@ def _explain_for(
         jax.config.update("jax_dump_ir_modes", "stablehlo")
         try:
             with stdout_to_stderr():
-                status = _start(program, driver.StageConfig(passes=""), None)
+                status = start(program, driver.StageConfig(passes=""), None)
         finally:
             jax.config.update("jax_dump_ir_to", "")
         files = sorted(Path(folder).glob("*_compile.mlir"))
@@ -250,7 +258,7 @@ def _spelled(value: Any) -> str:
 
 def _rewrite(file: str, passes: str, target: str) -> tuple[Any, RewriteReport]:
     """Run passes on the MLIR in `file`."""
-    _stay_off_devices()
+    stay_off_devices()
     from hlo_tools import driver
     from hlo_tools.module import StableHloModule
     from hlo_tools.pipeline import PassPipeline
@@ -265,7 +273,7 @@ def _rewrite(file: str, passes: str, target: str) -> tuple[Any, RewriteReport]:
         return driver.run_passes(module, passes, device)
 
 
-def _stay_off_devices() -> None:
+def stay_off_devices() -> None:
     """Keep JAX from starting a GPU or TPU, which rewriting text has no use for."""
     if "jax" not in sys.modules:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hlo_tools.errors import HloToolsError
@@ -91,13 +91,16 @@ def wants_color() -> bool:
 
 
 @contextlib.contextmanager
-def progress(message: str) -> Iterator[None]:
+def progress(message: str) -> Iterator[Callable[[str], None]]:
     """Show `message` with a spinner on stderr while the body takes over a second.
 
     Nothing is shown, and rich not loaded, where stderr is no terminal.
+
+    Yields:
+        A function that adds a few words on what is being done to the message.
     """
     if not sys.stderr.isatty():
-        yield
+        yield lambda words: None
         return
     import rich.console
 
@@ -106,7 +109,7 @@ def progress(message: str) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield lambda words: status.update(f"{message}: {words}")
     finally:
         timer.cancel()
         timer.join()

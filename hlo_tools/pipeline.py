@@ -56,11 +56,15 @@ class PassContext:
           skip: a pass's own option, ids joined by "+"; they are added to `skip_sites`.
           only: the same for `only_sites`.
         """
-        names = {site, f"{self.report.module}/{site}"}
+        names = self.names_of(site)
         if names & (self.skip_sites | split_sites(skip)):
             return True
         allowed = self.only_sites | split_sites(only)
         return bool(allowed) and not names & allowed
+
+    def names_of(self, site: str) -> frozenset[str]:
+        """Returns what a site can be asked for by; see `leaves_alone`."""
+        return frozenset({site, f"{self.report.module}/{site}"})
 
 
 LEFT_ALONE = "left alone on request"

@@ -102,6 +102,12 @@ class SiteReport:
         near_miss: set when the status is "near-miss".
         verify: set when the site was checked numerically.
         executions: how often one run of the program executes it, if known.
+        recompute_avoided_flops: operations of one execution that the program did
+            twice (as a rematerialized layer does) and no longer does.
+        gradient: None unless the program takes gradients of the site. Else
+            "wanted" (names: "q", "k", "v", or the number of a side operand),
+            "location" (the user's "file:line" of the backward half, or None) and
+            "bound" (whether both halves are bound together).
     """
 
     id: str
@@ -118,6 +124,14 @@ class SiteReport:
     near_miss: NearMiss | None = None
     verify: VerifyResult | None = None
     executions: int | None = None
+    recompute_avoided_flops: int = 0
+    gradient: dict[str, Any] | None = None
+
+    @property
+    def gradient_bound(self) -> bool:
+        """Whether the site's backward half is bound together with it."""
+        bound = self.gradient is not None and self.gradient.get("bound", False)
+        return self.status == "bound" and bool(bound)
 
     def speedup(self) -> float | None:
         """Predicted time of XLA's code over that of the implementation used."""
@@ -136,6 +150,8 @@ class SiteReport:
         }
         fields["bytes_saved"] = int(self.bytes_saved)
         fields["executions"] = None if self.executions is None else int(self.executions)
+        fields["recompute_avoided_flops"] = int(self.recompute_avoided_flops)
+        fields["gradient"] = _plain(self.gradient)
         fields["candidates"] = [_record(item) for item in self.candidates]
         fields["near_miss"] = self.near_miss and _record(self.near_miss)
         fields["verify"] = self.verify and _record(self.verify)
@@ -191,6 +207,8 @@ class RewriteReport:
         versions: package name to version ("jax": "0.11.2").
         seconds: wall time of the whole pipeline.
         notes: sentences that belong to no site.
+        measured: None unless the gain was measured. Else "baseline_seconds" of the
+            program under plain `jax.jit` and "seconds" with the stage.
     """
 
     module: str = ""
@@ -200,6 +218,7 @@ class RewriteReport:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     notes: list[str] = dataclasses.field(default_factory=list)
+    measured: dict[str, float] | None = None
 
     def with_status(self, *statuses: str) -> list[SiteReport]:
         """The sites that have one of `statuses`, in program order."""
@@ -214,6 +233,12 @@ class RewriteReport:
         from hlo_tools.report_text import summary
 
         return summary(self)
+
+    def summary_line(self) -> str:
+        """One line to paste: what was bound where, predicted and measured gain."""
+        from hlo_tools.report_text import summary_line
+
+        return summary_line(self)
 
     def text(self, color: bool = False, width: int | None = None) -> str:
         """The report for people, as plain text.
@@ -247,6 +272,7 @@ class RewriteReport:
             "seconds": _finite(self.seconds),
             "versions": {name: str(text) for name, text in self.versions.items()},
             "notes": [str(note) for note in self.notes],
+            "measured": _plain(self.measured),
             "passes": [_record(item) for item in self.passes],
             "sites": [site.to_dict() for site in self.sites],
         }

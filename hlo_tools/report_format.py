@@ -128,6 +128,30 @@ def format_bytes(count: float) -> str:
     return f"{int(count)} B"
 
 
+def format_flops(count: float) -> str:
+    """Three digits and a decimal unit."""
+    for unit, power in (("PFLOP", 15), ("TFLOP", 12), ("GFLOP", 9), ("MFLOP", 6)):
+        if abs(count) >= 10**power * 0.9995:
+            return f"{_digits(count / 10**power)} {unit}"
+    return f"{int(count)} FLOP"
+
+
+def describe_gradient(gradient: Mapping[str, Any]) -> str:
+    """Which gradients a program takes from a site, where, and whether they are bound.
+
+    Args:
+        gradient: see `SiteReport`.
+    """
+    names = [
+        name if isinstance(name, str) and not name.isdigit() else f"side {name}"
+        for name in gradient.get("wanted", ())
+    ]
+    what = f"gradient of {', '.join(names)}" if names else "gradient"
+    where = short_location(gradient.get("location"))
+    bound = "bound together" if gradient.get("bound") else "not bound"
+    return what + f" at {where}" * bool(where) + f", {bound}"
+
+
 def _digits(value: float) -> str:
     decimals = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{decimals}f}"

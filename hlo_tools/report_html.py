@@ -23,8 +23,10 @@ from hlo_tools.report_format import (
     SiteGroup,
     caret_line,
     describe_attributes,
+    describe_gradient,
     fold_sites,
     format_bytes,
+    format_flops,
     format_seconds,
     format_value,
     printable,
@@ -32,6 +34,7 @@ from hlo_tools.report_format import (
     source_line,
     split_location,
 )
+from hlo_tools.report_text import measured_line
 
 _CSS = """
 :root { color-scheme: light dark;
@@ -180,6 +183,8 @@ def _text(value: Any) -> str:
 def _header(title: str, report: RewriteReport) -> str:
     facts = [f"{name} {version}" for name, version in report.versions.items()]
     facts.append(f"pipeline {format_seconds(report.seconds)}")
+    if report.measured is not None:
+        facts.append(measured_line(report.measured))
     return (
         f"<header><div><h1>{_text(title)}</h1>"
         f'<p class="summary">{_text(report.summary())}<br>'
@@ -262,6 +267,7 @@ def _detail(number: int, group: SiteGroup) -> str:
     if site.near_miss is not None:
         parts.append(_near_miss(site.near_miss))
     parts.append(_bars(site))
+    parts.append(_facts("Gains", _gain_facts(site)))
     parts.append(_facts("Verification", _verify_facts(site)))
     parts.append(_facts("Configuration", site.config))
     parts.append(_facts("Attributes", site.attributes))
@@ -288,6 +294,15 @@ def _near_miss(miss: NearMiss) -> str:
         "smallest edit": miss.edit,
     }
     return _facts("Near miss", facts) + shown
+
+
+def _gain_facts(site: SiteReport) -> dict[str, Any]:
+    avoided = site.recompute_avoided_flops
+    return {
+        "memory saved": format_bytes(site.bytes_saved) if site.bytes_saved else None,
+        "recomputation avoided": format_flops(avoided) if avoided else None,
+        "gradient": site.gradient and describe_gradient(site.gradient),
+    }
 
 
 def _verify_facts(site: SiteReport) -> dict[str, Any]:

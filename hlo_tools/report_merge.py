@@ -17,7 +17,8 @@ def merge(reports: Sequence[RewriteReport], program: str) -> RewriteReport:
 
     Returns:
         All sites, their ids led by their module's name ("jit_step/attention.0");
-        each step of the pipeline once, with the sums of its times and op counts.
+        each step of the pipeline once, with the sums of its times and op counts;
+        a measured gain only if it is that of the one module that has sites.
     """
     merged = RewriteReport(
         module=program, target=", ".join(dict.fromkeys(r.target for r in reports))
@@ -40,6 +41,8 @@ def merge(reports: Sequence[RewriteReport], program: str) -> RewriteReport:
         merged.notes += [f"{name}: {note}" for note in report.notes]
     merged.passes = [_sum(items) for items in totals.values()]
     with_sites = sum(bool(report.sites) for report in reports)
+    if with_sites == 1:  # times of several modules do not add up: each runs its own way
+        merged.measured = next(r.measured for r in reports if r.sites)
     counts = f"{len(reports)} modules went through the passes, {with_sites} with sites"
     merged.notes.insert(0, counts if reports else "no module went through the passes")
     return merged

@@ -8,7 +8,7 @@ outside the standard library.
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hlo_tools.report import BASELINE, STATUSES, NearMiss, RewriteReport, SiteReport
 from hlo_tools.report_format import (
@@ -16,8 +16,10 @@ from hlo_tools.report_format import (
     caret_line,
     describe_attributes,
     describe_candidate,
+    describe_gradient,
     fold_sites,
     format_bytes,
+    format_flops,
     format_seconds,
     printable,
     short_location,
@@ -58,14 +60,59 @@ def _pattern_summary(pattern: str, sites: Sequence[SiteReport]) -> str:
         parts.append(f"saves {bound_word}{format_bytes(sum(saved))} of temp")
     speedup = _speedup(bound)
     if speedup is not None:
-        where = "that site" if len(bound) == 1 else "those sites"
-        parts.append(f"predicted {speedup:.1f}x on {where}")
+        parts.append(f"predicted {speedup:.1f}x on {_those(len(bound))}")
     for status, noun in (("outlined", "outlined"), ("failed", "failed")):
         count = sum(site.status == status for site in sites)
         parts += [f"{count} {noun}"] * bool(count)
     misses = len(sites) - len(matched)
     parts += [f"{misses} near {'miss' if misses == 1 else 'misses'}"] * bool(misses)
     return f"{pattern}: " + ", ".join(parts)
+
+
+def summary_line(report: RewriteReport) -> str:
+    """See `RewriteReport.summary_line`."""
+    matched = [site for site in report.sites if site.status != "near-miss"]
+    bound = report.with_status("bound")
+    counts = []
+    for pattern in dict.fromkeys(site.pattern for site in matched):
+        here = [site for site in matched if site.pattern == pattern]
+        ours = [site for site in bound if site.pattern == pattern]
+        noun = "site" if len(here) == 1 else "sites"
+        counts.append(f"{len(ours)}/{len(here)} {pattern} {noun}")
+    line = (", ".join(counts) or "no site") + " bound"
+    gradients = sum(site.gradient_bound for site in bound)
+    line += f" ({gradients} with gradient)" * bool(gradients)
+    line += f" on {report.target}" * bool(report.target)
+    gains = []
+    speedup = _speedup(bound) if bound else None
+    if speedup is not None:
+        # Of the sites: what else the program does is not predicted.
+        gains.append(f"predicted {speedup:.2f}x at {_those(len(bound))}")
+    saved = [site.bytes_saved for site in bound if site.bytes_saved > 0]
+    if saved:
+        up_to = "up to " * (len(saved) > 1)
+        gains.append(f"saves {up_to}{format_bytes(sum(saved))}")
+    parts = [", ".join(gains)] * bool(gains)
+    if report.measured is not None:
+        parts.append(f"measured {describe_measured(report.measured)}")
+    return printable(f"hlo_tools: {line}" + f": {'; '.join(parts)}" * bool(parts))
+
+
+def _those(count: int) -> str:
+    return "that site" if count == 1 else "those sites"
+
+
+def describe_measured(measured: Mapping[str, float]) -> str:
+    """A measured gain as a factor; "?" where a time is missing or zero."""
+    before, after = measured.get("baseline_seconds"), measured.get("seconds")
+    return f"{before / after:.2f}x" if before and after else "?"
+
+
+def measured_line(measured: Mapping[str, float]) -> str:
+    """A measured gain in full."""
+    before, after = measured.get("baseline_seconds"), measured.get("seconds")
+    times = f"{format_seconds(before)} -> {format_seconds(after)}"
+    return f"measured: {describe_measured(measured)} ({times})"
 
 
 def _speedup(sites: Sequence[SiteReport]) -> float | None:
@@ -91,6 +138,8 @@ def render_text(
     page.paragraph(f"{name} on {report.target}: " if report.target else f"{name}: ")
     page.lines[-1] = page.paint("bold", page.lines[-1])
     page.paragraph(report.summary(), indent="  ")
+    if report.measured is not None:
+        page.paragraph(measured_line(report.measured), indent="  ")
     groups = fold_sites(report.sites)
     if groups:
         known = any(site.predicted_seconds for site in report.sites)
@@ -166,6 +215,11 @@ class _Page:
             self.lines.append("  " + "  ".join(cells))
             what = describe_attributes(site.attributes)
             self.paragraph(f"{site.pattern}: {what}" if what else site.pattern, " " * 4)
+            if site.gradient is not None:
+                self.paragraph(describe_gradient(site.gradient), " " * 4)
+            if site.recompute_avoided_flops:
+                avoided = format_flops(site.recompute_avoided_flops)
+                self.paragraph(f"avoids recomputing {avoided}", " " * 4)
 
     def verified(self, report: RewriteReport) -> None:
         """One line on the numeric checks, if any ran."""

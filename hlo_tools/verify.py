@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
@@ -23,13 +24,20 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "float16": {"cpu": 5e-3, "gpu": 5e-3, "tpu": 2e-2},
     "bfloat16": {"cpu": 2e-2, "gpu": 2e-2, "tpu": 2e-2},
 }
+# The same for gradients, whose sums are longer and cancel more.
+GRADIENT_TOLERANCES: dict[str, dict[str, float]] = {
+    "float64": {"cpu": 1e-10, "gpu": 1e-10, "tpu": 2e-2},
+    "float32": {"cpu": 1e-4, "gpu": 1e-2, "tpu": 4e-2},
+    "float16": {"cpu": 2e-2, "gpu": 2e-2, "tpu": 4e-2},
+    "bfloat16": {"cpu": 4e-2, "gpu": 4e-2, "tpu": 4e-2},
+}
 _NARROWNESS = ("bfloat16", "float16", "float32", "float64")
 
 
-def tolerance_of(dtypes: Sequence[str], platform: str) -> float:
+def tolerance_of(dtypes: Sequence[str], platform: str, gradient: bool = False) -> float:
     """Returns the tolerance for values that pass through `dtypes`."""
     narrowest = min(dtypes, key=_NARROWNESS.index)
-    return TOLERANCES[narrowest][platform]
+    return (GRADIENT_TOLERANCES if gradient else TOLERANCES)[narrowest][platform]
 
 
 def random_inputs(
@@ -111,6 +119,44 @@ def compare(got: np.ndarray, want: np.ndarray, tolerance: float) -> VerifyResult
     return VerifyResult(bool(error <= tolerance), float(error), tolerance, "")
 
 
+def compare_all(
+    got: Sequence[np.ndarray], want: Sequence[np.ndarray], tolerance: float
+) -> VerifyResult:
+    """Compares all results of a program with their references.
+
+    Returns:
+      The worst of the results; its number is in the detail when there are several.
+    """
+    if len(got) != len(want):
+        detail = f"{len(got)} results, and the reference has {len(want)}"
+        return VerifyResult(False, np.nan, tolerance, detail)
+    found = []
+    for number, (one, other) in enumerate(zip(got, want, strict=True)):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            detail = f"{one.dtype}{one.shape}, expected {other.dtype}{other.shape}"
+            result = VerifyResult(False, np.nan, tolerance, detail)
+        else:
+            result = compare(one, other, tolerance)
+        if len(want) > 1:
+            rest = f": {result.detail}" * bool(result.detail)
+            detail = f"result {number} of {len(want)}{rest}"
+            result = dataclasses.replace(result, detail=detail)
+        found.append(result)
+    if not found:
+        return VerifyResult(True, 0.0, tolerance, "no results to compare")
+    return worst(found)
+
+
+def worst(results: Sequence[VerifyResult]) -> VerifyResult:
+    """Returns the first that failed with a NaN, else the one of largest error."""
+    return max(results, key=_badness)
+
+
+def _badness(result: VerifyResult) -> tuple[bool, float]:
+    error = result.max_error
+    return not result.passed, np.inf if np.isnan(error) else error
+
+
 def verify_texts(
     reference: str,
     candidate: str,
@@ -124,32 +170,33 @@ def verify_texts(
     """Runs two modules on the same random inputs.
 
     Args:
-      reference: text of a module of one result.
-      candidate: text of a module that should compute the same.
+      reference: text of a module.
+      candidate: text of a module that should compute the same, in the same order.
       types: arguments of the reference.
       places: which of them, in order, the candidate takes.
       platform: where to run.
-      tolerance: relative to the largest magnitude of the reference.
+      tolerance: relative to the largest magnitude of each result of the reference.
       largest_integer: bound of random integers.
       draws: how many sets of inputs.
 
     Returns:
-      The worst of the draws.
+      The worst result of the worst draw; a draw that fails is the last.
     """
-    worst = None
+    found = []
     for seed in range(draws):
         inputs = random_inputs(types, seed, largest_integer)
-        want = run_text(reference, inputs, platform)[0]
-        got = run_text(candidate, [inputs[place] for place in places], platform)[0]
-        result = compare(got, want, tolerance)
-        detail = result.detail or f"{draws} sets of random inputs on {platform}"
-        result = VerifyResult(result.passed, result.max_error, result.tolerance, detail)
+        want = run_text(reference, inputs, platform)
+        got = run_text(candidate, [inputs[place] for place in places], platform)
+        result = compare_all(got, want, tolerance)
+        how = f"{draws} sets of random inputs on {platform}"
+        if result.passed and not result.detail:
+            result = dataclasses.replace(result, detail=how)
+        elif result.passed:
+            result = dataclasses.replace(result, detail=f"{result.detail}; {how}")
+        found.append(result)
         if not result.passed:
-            return result
-        if worst is None or result.max_error > worst.max_error:
-            worst = result
-    assert worst is not None
-    return worst
+            break
+    return worst(found)
 
 
 def rolled_back(name: str, result: VerifyResult) -> str:

@@ -28,6 +28,7 @@ from hlo_tools.report_format import (
     describe_attributes,
     fold_sites,
     format_bytes,
+    format_flops,
     format_seconds,
     split_location,
 )
@@ -477,3 +478,104 @@ def test_merge_keeps_repeated_passes_apart() -> None:
         PassReport("cse", 0.2, 18, 16, True),
         PassReport("cse", 0.4, 16, 16, False),
     ]
+
+
+GRADIENT = {"wanted": ["q", "k", "v", 0], "location": "model.py:60", "bound": True}
+
+
+def trained_report(**changes) -> RewriteReport:
+    sites = [
+        bound_site(n, gradient=GRADIENT, recompute_avoided_flops=3 * 10**12)
+        for n in range(16)
+    ]
+    sites[3] = dataclasses.replace(
+        sites[3], status="inlined", implementation=None, gradient=None
+    )
+    return dataclasses.replace(RewriteReport("jit_step", "h200", sites), **changes)
+
+
+MEASURED = {"baseline_seconds": 0.278, "seconds": 0.2}
+
+
+def test_gradients_and_gains_survive() -> None:
+    report = trained_report(measured=MEASURED)
+    data = json.loads(report.to_json(), parse_constant=pytest.fail)
+    check(data, SCHEMA)
+    back = RewriteReport.from_json(report.to_json())
+    assert back.to_dict() == report.to_dict()
+    site = back.sites[0]
+    assert site.gradient == GRADIENT
+    assert site.gradient_bound
+    assert not dataclasses.replace(site, status="inlined").gradient_bound
+    assert not back.sites[3].gradient_bound
+    old = {k: v for k, v in data.items() if k != "measured"}  # an older version's
+    for one in old["sites"]:
+        del one["gradient"], one["recompute_avoided_flops"]
+    assert RewriteReport.from_dict(old).sites[0].recompute_avoided_flops == 0
+
+
+def test_schema_names_the_new_fields(repo_dir: Path) -> None:
+    page = (repo_dir / "docs" / "report_schema.md").read_text()
+    for name, value in (("gradient", GRADIENT), ("measured", MEASURED)):
+        schema = SCHEMA["$defs"][name]
+        assert set(schema["required"]) == set(schema["properties"]) == set(value)
+        assert not [field for field in value if f"`{field}`" not in page]
+
+
+def test_summary_line() -> None:
+    report = trained_report()
+    assert report.summary_line() == (
+        "hlo_tools: 15/16 attention sites bound (15 with gradient) on h200: "
+        "predicted 4.00x at those sites, saves up to 4.03 GiB"
+    )
+    report.measured = MEASURED
+    assert report.summary_line().endswith("4.03 GiB; measured 1.39x")
+    one = RewriteReport("jit_f", "cpu", [bound_site(), near_miss_site()])
+    assert one.summary_line() == (
+        "hlo_tools: 1/1 attention site bound on cpu: "
+        "predicted 4.00x at that site, saves 275 MiB"
+    )
+    assert RewriteReport().summary_line() == "hlo_tools: no site bound"
+    nothing = RewriteReport(measured={"baseline_seconds": 1.0, "seconds": 0.0})
+    assert nothing.summary_line() == "hlo_tools: no site bound: measured ?"
+    other = bound_site(pattern="norm", predicted_seconds={}, bytes_saved=0)
+    both = RewriteReport(target="cpu", sites=[bound_site(), other])
+    assert both.summary_line() == (
+        "hlo_tools: 1/1 attention site, 1/1 norm site bound on cpu: saves 275 MiB"
+    )
+
+
+def test_gains_are_shown() -> None:
+    report = trained_report(measured=MEASURED)
+    text = report.text()
+    page = report.html()
+    for part in (
+        "gradient of q, k, v, side 0 at model.py:60, bound together",
+        "3.00 TFLOP",
+        "275 MiB",
+        "measured: 1.39x (278 ms -&gt; 200 ms)",
+    ):
+        assert part.replace("&gt;", ">") in text
+        assert part in page
+    assert max(map(len, text.splitlines())) <= 80
+    assert "attention.0 x15" in text  # equal layers still fold
+    unbound = dataclasses.replace(bound_site(), gradient={**GRADIENT, "bound": False})
+    assert "model.py:60, not bound" in RewriteReport(sites=[unbound]).text()
+    plain = RewriteReport(sites=[bound_site()])
+    for word in ("gradient", "recomput", "measured"):
+        assert word not in plain.text()
+
+
+def test_merge_keeps_a_measured_gain_that_stands_alone() -> None:
+    step, other = trained_report(measured=MEASURED), RewriteReport("jit_init", "h200")
+    merged = merge([other, step], "train.py")
+    assert merged.measured == MEASURED
+    assert merged.sites[0].gradient == GRADIENT
+    assert "15/16 attention sites bound (15 with gradient)" in merged.summary_line()
+    assert merge([step, trained_report(measured=MEASURED)], "x").measured is None
+
+
+def test_format_flops() -> None:
+    assert format_flops(3e12) == "3.00 TFLOP"
+    assert format_flops(12_345_678) == "12.3 MFLOP"
+    assert format_flops(999) == "999 FLOP"

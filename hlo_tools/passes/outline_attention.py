@@ -78,7 +78,8 @@ class OutlineAttention:
                         misses.append((exponential.results[0], dot, error))
                     continue
                 number = sum(s.pattern == "attention" for s in context.report.sites)
-                if f"attention.{number}" in split_sites(self.skip_sites):
+                names = context.names_of(f"attention.{number}")
+                if names & split_sites(self.skip_sites):
                     context.report.sites.append(_left_alone(number, dot))
                 else:
                     outlined.append(outline_site(module, site, context))
