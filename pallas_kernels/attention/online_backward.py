@@ -48,14 +48,14 @@ class _Rows(NamedTuple):
       q: [pairs,rows,D], scaled.
       dout: [pairs,rows,Dv].
       top, share: [pairs,rows], maximum, and 1 / sum of exponentials.
-      delta: [pairs,rows].
+      delta: [pairs,rows]; None if a tile has whole rows, and can tell.
     """
 
     q: jax.Array
     dout: jax.Array
     top: jax.Array
     share: jax.Array
-    delta: jax.Array
+    delta: jax.Array | None
 
 
 def online_attention_grads(
@@ -162,6 +162,7 @@ class _Backward:
             self.score_operand = promote(self.score_operand, spec.score_dtype)
             self.value_operand = promote(self.value_operand, grad.dout_dtype)
         self.only_values = grad.wanted == ("v",)
+        self.whole_rows = blocks.keys == spec.k_len
         # rowsum(dout * out) is delta too, but only as exact as `out`.
         rounding = jnp.finfo(spec.out_dtype).eps, jnp.finfo(spec.probs_dtype).eps
         self.delta_from_probs = rounding[0] > rounding[1]
@@ -208,10 +209,9 @@ class _Backward:
             q_pos = at.t + lax.iota(jnp.int32, at.lead[3])
             fresh = jnp.broadcast_to(q_pos >= at.fresh, at.lead)
             fresh = fresh.reshape(rows.top.shape)
-            rows = rows._replace(
-                dout=jnp.where(fresh[..., None], rows.dout, 0),
-                delta=jnp.where(fresh, rows.delta, 0),
-            )
+            rows = rows._replace(dout=jnp.where(fresh[..., None], rows.dout, 0))
+            if rows.delta is not None:
+                rows = rows._replace(delta=jnp.where(fresh, rows.delta, 0))
 
         def key_block(key: KeyTile, carry):
             dq, *others = carry
@@ -244,18 +244,19 @@ class _Backward:
             for x in (whole.top, whole.total)
         )
         dout = dout.astype(dtype)
-        delta = (dout * tiling.rows(at, whole.out).astype(dtype)).sum(-1)
-        rows = _Rows(q, dout, top, 1 / total, delta)
-        if self.only_values or not self.delta_from_probs:
+        rows = _Rows(q, dout, top, 1 / total, None)
+        if self.only_values or self.whole_rows:
             return rows
+        if not self.delta_from_probs:
+            out = tiling.rows(at, whole.out).astype(dtype)
+            return rows._replace(delta=(dout * out).sum(-1))
 
         def key_block(key: KeyTile, delta):
             probs, _ = self._probs(whole, rows, at, key)
             return delta + (probs * self._dprobs(whole, rows, at, key)).sum(-1)
 
-        return rows._replace(
-            delta=tiling.over_keys(at, key_block, lax.full_like(delta, 0))
-        )
+        zero = lax.full_like(top, 0)
+        return rows._replace(delta=tiling.over_keys(at, key_block, zero))
 
     def _probs(self, whole: _Whole, rows: _Rows, at: QueryTile, key: KeyTile):
         """Returns P [pairs,rows,s], and the function that takes dX to its causes."""
@@ -309,7 +310,10 @@ class _Backward:
         if self.only_values:
             return terms
         dprobs = self._dprobs(whole, rows, at, key)
-        dscores, dsides = causes(probs * (dprobs - rows.delta[..., None]))
+        delta = rows.delta
+        if delta is None:
+            delta = (probs * dprobs).sum(-1)
+        dscores, dsides = causes(probs * (dprobs - delta[..., None]))
         for number, dside in zip(self.grad.sides, dsides, strict=True):
             terms[number] = dside, place
         dscores = dscores.astype(self.score_operand)
