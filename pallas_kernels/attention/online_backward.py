@@ -47,14 +47,14 @@ class _Rows(NamedTuple):
     Attributes:
       q: [pairs,rows,D], scaled.
       dout: [pairs,rows,Dv].
-      top, share: [pairs,rows], maximum, and 1 / sum of exponentials.
+      top, log_total: [pairs,rows], maximum, and log of the sum of exponentials.
       delta: [pairs,rows]; None if a tile has whole rows, and can tell.
     """
 
     q: jax.Array
     dout: jax.Array
     top: jax.Array
-    share: jax.Array
+    log_total: jax.Array
     delta: jax.Array | None
 
 
@@ -244,7 +244,7 @@ class _Backward:
             for x in (whole.top, whole.total)
         )
         dout = dout.astype(dtype)
-        rows = _Rows(q, dout, top, 1 / total, None)
+        rows = _Rows(q, dout, top, jnp.log(total), None)
         if self.only_values or self.whole_rows:
             return rows
         if not self.delta_from_probs:
@@ -277,7 +277,8 @@ class _Backward:
         wide = [x if x.dtype == compute else jnp.broadcast_to(x, size) for x in chosen]
         x, pull = jax.vjp(modified, scores.reshape(size), *wide)
         x = tiling.counted_once(key, x).reshape(scores.shape)
-        probs = jnp.exp(x - rows.top[..., None]) * rows.share[..., None]
+        # Two subtractions: a top of -1e30 plus the log would be -1e30 again.
+        probs = jnp.exp(x - rows.top[..., None] - rows.log_total[..., None])
 
         def causes(dx):
             dscores, *dsides = pull(dx.reshape(size))
