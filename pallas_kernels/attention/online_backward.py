@@ -84,7 +84,9 @@ def online_attention_grads(
     Returns:
       The gradients in the order of `grad.wanted`, in `grad.dtypes`.
     """
-    sides, (out, top, total, dout) = rest[:-4], rest[-4:]
+    sides, (out, top, total, dout) = list(rest[:-4]), rest[-4:]
+    for number in grad.sides:
+        sides[number] = _varying_like(sides[number], q)
     backward = _Backward(spec, grad, blocks, widen)
     grouped = (spec.batch, spec.q_len, spec.kv_heads, spec.group, -1)
     row_shape = (spec.batch, spec.kv_heads, spec.group, spec.q_len)
@@ -100,7 +102,7 @@ def online_attention_grads(
         out, dout = (jnp.where(seen, x, jnp.zeros_like(x)) for x in (out, dout))
     keys = jnp.transpose(k.astype(backward.score_operand), (0, 2, 1, 3))
     values = jnp.transpose(v.astype(backward.value_operand), (0, 2, 1, 3))
-    found = backward(_Whole(q, keys, values, sides, out, top, total, dout))
+    found = backward(_Whole(q, keys, values, tuple(sides), out, top, total, dout))
     if of_all_values is not None and "v" in found:
         found["v"] = found["v"] + of_all_values[:, :, None]
     results = []
@@ -114,6 +116,15 @@ def online_attention_grads(
 
 def _back(array: jax.Array) -> jax.Array:
     return jnp.transpose(array, (0, 2, 1, 3))  # [B,S,K,*]
+
+
+def _varying_like(array: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns `array`, told apart by device under shard_map wherever `other` is.
+
+    Otherwise JAX would sum its gradient over the devices, in every tile.
+    """
+    always = lax.full_like(other, True, bool, array.shape)  # XLA drops it again
+    return jnp.where(always, array, jnp.zeros_like(array))
 
 
 def _of_empty_rows(spec: AttentionSpec, seen: jax.Array, dout: jax.Array) -> jax.Array:
