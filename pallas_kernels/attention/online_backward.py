@@ -47,15 +47,15 @@ class _Rows(NamedTuple):
     Attributes:
       q: [pairs,rows,D], scaled.
       dout: [pairs,rows,Dv].
-      top, share: [pairs,rows], maximum, and 1 / sum of exponentials.
-      delta: [pairs,rows].
+      top, log_total: [pairs,rows], maximum, and log of the sum of exponentials.
+      delta: [pairs,rows]; None if a tile has whole rows, and can tell.
     """
 
     q: jax.Array
     dout: jax.Array
     top: jax.Array
-    share: jax.Array
-    delta: jax.Array
+    log_total: jax.Array
+    delta: jax.Array | None
 
 
 def online_attention_grads(
@@ -84,7 +84,9 @@ def online_attention_grads(
     Returns:
       The gradients in the order of `grad.wanted`, in `grad.dtypes`.
     """
-    sides, (out, top, total, dout) = rest[:-4], rest[-4:]
+    sides, (out, top, total, dout) = list(rest[:-4]), rest[-4:]
+    for number in grad.sides:
+        sides[number] = _varying_like(sides[number], q)
     backward = _Backward(spec, grad, blocks, widen)
     grouped = (spec.batch, spec.q_len, spec.kv_heads, spec.group, -1)
     row_shape = (spec.batch, spec.kv_heads, spec.group, spec.q_len)
@@ -100,7 +102,7 @@ def online_attention_grads(
         out, dout = (jnp.where(seen, x, jnp.zeros_like(x)) for x in (out, dout))
     keys = jnp.transpose(k.astype(backward.score_operand), (0, 2, 1, 3))
     values = jnp.transpose(v.astype(backward.value_operand), (0, 2, 1, 3))
-    found = backward(_Whole(q, keys, values, sides, out, top, total, dout))
+    found = backward(_Whole(q, keys, values, tuple(sides), out, top, total, dout))
     if of_all_values is not None and "v" in found:
         found["v"] = found["v"] + of_all_values[:, :, None]
     results = []
@@ -114,6 +116,15 @@ def online_attention_grads(
 
 def _back(array: jax.Array) -> jax.Array:
     return jnp.transpose(array, (0, 2, 1, 3))  # [B,S,K,*]
+
+
+def _varying_like(array: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns `array`, told apart by device under shard_map wherever `other` is.
+
+    Otherwise JAX would sum its gradient over the devices, in every tile.
+    """
+    always = lax.full_like(other, True, bool, array.shape)  # XLA drops it again
+    return jnp.where(always, array, jnp.zeros_like(array))
 
 
 def _of_empty_rows(spec: AttentionSpec, seen: jax.Array, dout: jax.Array) -> jax.Array:
@@ -162,6 +173,7 @@ class _Backward:
             self.score_operand = promote(self.score_operand, spec.score_dtype)
             self.value_operand = promote(self.value_operand, grad.dout_dtype)
         self.only_values = grad.wanted == ("v",)
+        self.whole_rows = blocks.keys == spec.k_len
         # rowsum(dout * out) is delta too, but only as exact as `out`.
         rounding = jnp.finfo(spec.out_dtype).eps, jnp.finfo(spec.probs_dtype).eps
         self.delta_from_probs = rounding[0] > rounding[1]
@@ -208,10 +220,9 @@ class _Backward:
             q_pos = at.t + lax.iota(jnp.int32, at.lead[3])
             fresh = jnp.broadcast_to(q_pos >= at.fresh, at.lead)
             fresh = fresh.reshape(rows.top.shape)
-            rows = rows._replace(
-                dout=jnp.where(fresh[..., None], rows.dout, 0),
-                delta=jnp.where(fresh, rows.delta, 0),
-            )
+            rows = rows._replace(dout=jnp.where(fresh[..., None], rows.dout, 0))
+            if rows.delta is not None:
+                rows = rows._replace(delta=jnp.where(fresh, rows.delta, 0))
 
         def key_block(key: KeyTile, carry):
             dq, *others = carry
@@ -244,18 +255,19 @@ class _Backward:
             for x in (whole.top, whole.total)
         )
         dout = dout.astype(dtype)
-        delta = (dout * tiling.rows(at, whole.out).astype(dtype)).sum(-1)
-        rows = _Rows(q, dout, top, 1 / total, delta)
-        if self.only_values or not self.delta_from_probs:
+        rows = _Rows(q, dout, top, jnp.log(total), None)
+        if self.only_values or self.whole_rows:
             return rows
+        if not self.delta_from_probs:
+            out = tiling.rows(at, whole.out).astype(dtype)
+            return rows._replace(delta=(dout * out).sum(-1))
 
         def key_block(key: KeyTile, delta):
             probs, _ = self._probs(whole, rows, at, key)
             return delta + (probs * self._dprobs(whole, rows, at, key)).sum(-1)
 
-        return rows._replace(
-            delta=tiling.over_keys(at, key_block, lax.full_like(delta, 0))
-        )
+        zero = lax.full_like(top, 0)
+        return rows._replace(delta=tiling.over_keys(at, key_block, zero))
 
     def _probs(self, whole: _Whole, rows: _Rows, at: QueryTile, key: KeyTile):
         """Returns P [pairs,rows,s], and the function that takes dX to its causes."""
@@ -276,7 +288,8 @@ class _Backward:
         wide = [x if x.dtype == compute else jnp.broadcast_to(x, size) for x in chosen]
         x, pull = jax.vjp(modified, scores.reshape(size), *wide)
         x = tiling.counted_once(key, x).reshape(scores.shape)
-        probs = jnp.exp(x - rows.top[..., None]) * rows.share[..., None]
+        # Two subtractions: a top of -1e30 plus the log would be -1e30 again.
+        probs = jnp.exp(x - rows.top[..., None] - rows.log_total[..., None])
 
         def causes(dx):
             dscores, *dsides = pull(dx.reshape(size))
@@ -309,7 +322,10 @@ class _Backward:
         if self.only_values:
             return terms
         dprobs = self._dprobs(whole, rows, at, key)
-        dscores, dsides = causes(probs * (dprobs - rows.delta[..., None]))
+        delta = rows.delta
+        if delta is None:
+            delta = (probs * dprobs).sum(-1)
+        dscores, dsides = causes(probs * (dprobs - delta[..., None]))
         for number, dside in zip(self.grad.sides, dsides, strict=True):
             terms[number] = dside, place
         dscores = dscores.astype(self.score_operand)
