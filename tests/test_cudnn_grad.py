@@ -16,7 +16,7 @@ from test_attention_implementations import (
     masked,
 )
 
-from hlo_tools.gradients import GradSpec
+from hlo_tools.gradients import GradSpec, attention_grad_ref
 from hlo_tools.targets import Target
 from pallas_kernels.attention import cudnn_grad
 from pallas_kernels.attention.cudnn_calls import Gradients, backward_call, training_call
@@ -28,6 +28,7 @@ GRAD_SITES = [name for name in CUDNN_SITES if name not in ODD_BIAS]
 QUICK = ("causal, more keys", "no visible key for some", "bias, mask, causal",
          "mask, -inf")  # fmt: skip
 SLOW = pytest.mark.slow
+HALF = "bfloat16"
 
 
 def emulated_training_call(q, k, v, bias, scale, causal, window):
@@ -110,6 +111,26 @@ def test_semantics_in_float16_and_of_parts() -> None:
     make_grad_site("mask", "float16", ("k", "q")).check(cudnn_grad.GRAD, H200)
 
 
+@pytest.mark.usefixtures("emulated")
+def test_lost_rows() -> None:
+    """Rows that an additive mask hides: right if they do not count, NaN if they do."""
+    spec = make_spec(dtype=HALF, k=1, g=1, **biased(2, 1, 1, 1, 40))
+    grad = GradSpec(QKV, (HALF,) * 3, HALF)
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, dout = (jax.random.normal(x, (2, 40, 1, 16), HALF) for x in keys)
+    bias = jnp.zeros((2, 1, 1, 1, 40)).at[0].set(-1e9).at[1, ..., 3].set(-1e9)
+    forward, backward = cudnn_grad.GRAD.build(spec, grad, H200)
+    out, statistics = forward(q, k, v, bias)
+    counted = backward(q, k, v, bias, out, statistics, dout)
+    dout = dout.at[0].set(0)
+    expected = attention_grad_ref(spec, grad, q, k, v, bias, dout)
+    left_out = backward(q, k, v, bias, out, statistics, dout)
+    for a, b, c in zip(counted, left_out, expected, strict=True):
+        assert jnp.isnan(a[0]).all()
+        assert jnp.array_equal(a[1], b[1])
+        assert jnp.abs(b - c).max() < 0.02 * jnp.abs(c).max()
+
+
 requires_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU")
 
 
@@ -126,7 +147,6 @@ def test_dbias_on_gpu(name: str) -> None:
     make_grad_site(name, "bfloat16", (0, *QKV)).check(cudnn_grad.GRAD, H200)
 
 
-HALF = "bfloat16"
 # name -> (keywords of make_spec, GradSpec's fields, what the reason has to mention)
 REFUSALS = {
     "what the forward pass refuses": ({"softcap": 3.0}, (), "softcap"),
