@@ -167,7 +167,11 @@ class Site:
 @functools.cache
 def make_site(name: str, dtype: str = "float32") -> Site:
     """Makes the site of a row of SITES, and works out its reference once."""
-    spec = make_spec(**{"dtype": dtype, **SITES[name]})
+    return site_of(name, make_spec(**{"dtype": dtype, **SITES[name]}))
+
+
+def site_of(name: str, spec: AttentionSpec) -> Site:
+    """Makes the site of a spec; its name is the seed of the inputs."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     heads = (spec.heads, spec.kv_heads, spec.kv_heads)
     lengths = (spec.q_len, spec.k_len, spec.k_len)

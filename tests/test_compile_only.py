@@ -13,11 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from attention_sites import biased, make_spec, masked
+from gradient_sites import QKV, half_bias
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import hlo_tools
+from hlo_tools.gradients import GradSpec
 from hlo_tools.targets import Target
+from pallas_kernels.attention import cudnn_grad
 
 B, T, H, D = 4, 1024, 8, 128
 
@@ -59,18 +63,60 @@ def test_tpu(name, chips):
     assert not re.search(r"= \S+ (all-gather|all-reduce|all-to-all)", text)
 
 
-def test_h200(shared_dir):
+# name -> (keywords of make_spec, whether the first side's gradient is wanted): what
+# XLA has to accept; cuDNN itself sees the calls on a GPU only
+CUDNN_GRAD_CALLS: dict[str, tuple[dict, bool]] = {
+    "full": ({"d": 64}, False),
+    "causal": ({"d": 128, "causal": True}, False),
+    "grouped": ({"causal": True, "k": 2, "g": 4}, False),
+    "window": ({"causal": True, "window": (63, 0)}, False),
+    "more keys": ({"causal": True, "t": 128}, False),
+    "keys cut off": ({"causal": True, "t": 64, "offset": 100}, False),
+    "mask": (masked(2, 1, 1, 256, 256, rows_never_empty=False), False),
+    "float32 bias": (biased(1, 4, 1, 256, 256), False),
+    "dbias": (half_bias(2, 4, 1, 256, 256), True),
+    "dbias of heads": (half_bias(1, 4, 1, 256, 256, causal=True), True),
+}
+
+
+def compile_cudnn_gradients(device) -> None:
+    """Compiles all of `CUDNN_GRAD_CALLS`, both halves in one program."""
+    target = Target.from_devices([device])
+    on_device = SingleDeviceSharding(device)
+    for name, (keywords, wants_dbias) in CUDNN_GRAD_CALLS.items():
+        sizes = {"t": 256, "s": 256, "k": 4, "g": 1, "d": 64, "dtype": "bfloat16"}
+        spec = make_spec(**{**sizes, **keywords})
+        wanted = (0, *QKV) if wants_dbias else QKV
+        grad = GradSpec(wanted, ("bfloat16",) * len(wanted), "bfloat16")
+        assert cudnn_grad.GRAD.supports(spec, grad, target) is None, name
+        forward, backward = cudnn_grad.GRAD.build(spec, grad, target)
+
+        def both(dout, *inputs, forward=forward, backward=backward):
+            out, *residuals = forward(*inputs)
+            return out, backward(*inputs, out, *residuals, dout)
+
+        q, k, v = (
+            jax.ShapeDtypeStruct((2, n, h, spec.head_dim), jnp.bfloat16)
+            for n, h in ((spec.q_len, spec.heads), *[(spec.k_len, spec.kv_heads)] * 2)
+        )
+        shapes = [q, q, k, v, *spec.sides]  # the first is dout
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device) for x in shapes
+        ]
+        traced = jax.jit(both).trace(*shapes)
+        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+        print(name.replace(" ", "-"), text.count('custom_call_target="__cudnn$fmha'))
+
+
+def run_on_h200_topology(shared_dir, statements: str) -> str:
+    """Runs statements in a process of their own: the plugin, once loaded, stays."""
     plugins = importlib.util.find_spec("jax_plugins")
     if not plugins or not importlib.util.find_spec("jax_plugins.xla_cuda13"):
         pytest.skip("no CUDA plugin: pip install 'hlo-tools[cuda]'")
-    # in a process of its own: the plugin, once loaded, stays
     topology = str(shared_dir / "targets/h200_topology.bin")
     program = (
         "import test_compile_only as t; from hlo_tools.targets import Target;"
-        f"target = Target.topology('h200', {topology!r});"
-        "report, text = t.compile_for(target.devices[:1]); site, = report.sites;"
-        "print(report.target, site.status, site.implementation);"
-        "print('__cudnn$fmha' in text)"
+        f"target = Target.topology('h200', {topology!r});" + statements
     )
     folder = os.path.dirname(__file__)
     paths = os.pathsep.join([folder, os.path.dirname(folder)])
@@ -83,4 +129,22 @@ def test_h200(shared_dir):
         env={**os.environ, "PYTHONPATH": paths},
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.split() == ["h200", "bound", "cudnn", "True"]
+    return result.stdout
+
+
+def test_h200(shared_dir):
+    output = run_on_h200_topology(
+        shared_dir,
+        "report, text = t.compile_for(target.devices[:1]); site, = report.sites;"
+        "print(report.target, site.status, site.implementation);"
+        "print('__cudnn$fmha' in text)",
+    )
+    assert output.split() == ["h200", "bound", "cudnn", "True"]
+
+
+def test_h200_gradients(shared_dir):
+    output = run_on_h200_topology(
+        shared_dir, "t.compile_cudnn_gradients(target.devices[0])"
+    )
+    rows = dict(line.split() for line in output.splitlines())
+    assert rows == {name.replace(" ", "-"): "2" for name in CUDNN_GRAD_CALLS}

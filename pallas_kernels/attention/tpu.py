@@ -29,14 +29,14 @@ from hlo_tools.composites import AttentionSpec, Implementation, fix_empty_rows
 from hlo_tools.errors import UnsupportedError
 from hlo_tools.targets import Target
 from pallas_kernels.attention import cost, tiles
+from pallas_kernels.attention.tpu_blocks import LANES, pad, padded_length
+from pallas_kernels.attention.tpu_grad import GRAD
 
-LANES = 128
 # Largest first; tiles of [512,512] float32 scores and double-buffered keys fit the
 # smallest VMEM of v5e, 16 MiB, at head dim 256 in float32.
 Q_BLOCKS = (512, 256, 128)
 KEY_BLOCKS = (1024, 512, 256, 128)
 COMPUTE_KEYS = 512
-MOST_PADDING = 1.25
 # A masked score; finite also when flash attention adds its own mask value to it.
 MASKED = -1e30
 DTYPES = ("bfloat16", "float32")
@@ -73,8 +73,8 @@ def make_plan(spec: AttentionSpec) -> Plan:
     mask = _mask_shape(spec)
     key_mask = mask is not None and mask[1:4] == (1, 1, 1)
     dense = spec.has_bias or (mask is not None and not key_mask)
-    q_len, block_q = _blocks(spec.q_len, Q_BLOCKS)
-    k_len, block_k = _blocks(spec.k_len, KEY_BLOCKS)
+    q_len, block_q = padded_length(spec.q_len, Q_BLOCKS)
+    k_len, block_k = padded_length(spec.k_len, KEY_BLOCKS)
     sizes = (q_len, k_len, block_q, block_k, min(block_k, COMPUTE_KEYS))
     flash = spec.softcap is None and spec.band in ((None, None), (None, 0))
     # Splash attention knows no batch: a mask for each costs it another grid dim.
@@ -116,16 +116,6 @@ def _scale_is_exact(spec: AttentionSpec) -> bool:
     return power_of_two or "float32" == spec.q_dtype or spec.score_dtype == spec.q_dtype
 
 
-def _blocks(length: int, choices: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the padded length and its block: large, if that pads by little."""
-    least = -(-length // LANES) * LANES
-    for block in choices:
-        padded = -(-length // block) * block
-        if padded <= MOST_PADDING * least:
-            return padded, block
-    return least, LANES
-
-
 def tpu_attention(
     spec: AttentionSpec,
     plan: Plan,
@@ -150,7 +140,7 @@ def tpu_attention(
     first_v = v
     q, k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (q, k, v))  # [B,H|K,T|S,D]
     q, k, v = (
-        _pad(x, {2: n})
+        pad(x, {2: n})
         for x, n in zip((q, k, v), (plan.q_len, plan.k_len, plan.k_len), strict=True)
     )
     run = _splash if plan.kernel == "splash" else _flash
@@ -158,16 +148,6 @@ def tpu_attention(
     out = out[:, :, : spec.q_len, : spec.value_dim]
     out = jnp.transpose(out, (0, 2, 1, 3)).astype(spec.out_dtype)
     return fix_empty_rows(spec, out, first_v, *sides)
-
-
-def _pad(array: jax.Array, sizes: dict[int, int], value: Any = 0) -> jax.Array:
-    """Pads dims to the given sizes, at their ends."""
-    widths = [(0, 0)] * array.ndim
-    for axis, size in sizes.items():
-        widths[axis] = (0, size - array.shape[axis])
-    if not any(after for _, after in widths):
-        return array
-    return jnp.pad(array, widths, constant_values=value)
 
 
 def _key_segments(spec: AttentionSpec, plan: Plan, sides) -> jax.Array | None:
@@ -178,7 +158,7 @@ def _key_segments(spec: AttentionSpec, plan: Plan, sides) -> jax.Array | None:
     if plan.key_mask:
         seen = tiles.rank5(spec.mask_fn(sides, *_positions(spec)))[:, 0, 0, 0]
     seen = jnp.broadcast_to(seen, (seen.shape[0], spec.k_len)).astype(jnp.int32)
-    return _pad(seen, {1: plan.k_len})
+    return pad(seen, {1: plan.k_len})
 
 
 def _splash(spec: AttentionSpec, plan: Plan, q, k, v, sides) -> Any:
@@ -231,7 +211,7 @@ def _flash(spec: AttentionSpec, plan: Plan, q, k, v, sides) -> jax.Array:
     depth = max(spec.head_dim, spec.value_dim)
     if depth > LANES:
         depth = -(-depth // LANES) * LANES
-    q, k, v = (_pad(x, {3: depth}) for x in (q, k, v))
+    q, k, v = (pad(x, {3: depth}) for x in (q, k, v))
     k, v = (jnp.repeat(x, spec.group, axis=1) for x in (k, v))  # [B,H,S',D']
     segments = None
     if not plan.dense_bias:
@@ -269,8 +249,8 @@ def _dense_bias(spec: AttentionSpec, plan: Plan, sides) -> jax.Array:
         bias = jnp.where(mask, bias, MASKED / abs(spec.scale))
     full = (spec.batch, spec.kv_heads, spec.group, spec.q_len, spec.k_len)
     bias = jnp.broadcast_to(bias, full).reshape(spec.batch, spec.heads, *full[3:])
-    bias = _pad(bias, {2: plan.q_len})
-    return _pad(bias, {3: plan.k_len}, MASKED / abs(spec.scale))
+    bias = pad(bias, {2: plan.q_len})
+    return pad(bias, {3: plan.k_len}, MASKED / abs(spec.scale))
 
 
 def _supports(spec: AttentionSpec, target: Target) -> str | None:
@@ -334,4 +314,5 @@ IMPLEMENTATION = Implementation(
     temp_bytes=_temp_bytes,
     config=_config,
     build=_build,
+    grad=GRAD,
 )
