@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from fuzz_backward import SOFTMAX_RULES, attention_with_rule, softmax_with_rule
 from fuzz_case import Case
-from fuzz_labels import Labelled, contract, map_over, merged, spread, split
-from fuzz_scores import Sides, keep_of, scores
+from fuzz_labels import Labelled, contract, map_over, merged, split, spread
+from fuzz_scores import keep_of, scores
 from fuzz_softmax import LATE, mutated, probabilities
 from jax.ad_checkpoint import checkpoint_name
 
@@ -50,7 +50,9 @@ def _repeated(case: Case, x: Labelled, sizes) -> Labelled:
         shape = list(array.shape)
         shape[axis + 1] = group
         array = jnp.broadcast_to(array, shape)
-        return Labelled(array.reshape(*x.array.shape[:axis], -1, *shape[axis + 2 :]), labels)
+        return Labelled(
+            array.reshape(*x.array.shape[:axis], -1, *shape[axis + 2 :]), labels
+        )
     return Labelled(jnp.repeat(x.array, group, axis), labels)
 
 
@@ -109,9 +111,7 @@ def _values(case: Case, p: Labelled, v: Labelled, out: str) -> Labelled:
         )
     raw = contract(case.value_product, narrow, v, out)
     total = Labelled(p.array.sum(p.axis("s")), p.labels.replace("s", ""))
-    return raw.with_array(
-        (raw.array / spread(total, raw.labels)).astype(v.array.dtype)
-    )
+    return raw.with_array((raw.array / spread(total, raw.labels)).astype(v.array.dtype))
 
 
 def _operands(case: Case, parts: Parts) -> Parts:
@@ -128,9 +128,7 @@ def _operands(case: Case, parts: Parts) -> Parts:
         k = k.with_array(jnp.roll(k.array, 1, axis))
     elif case.mutation == "rolled_values":
         v = v.with_array(jnp.roll(v.array, 1, v.axis("s")))
-    q, k, v = (
-        _stopped(case, name, x) for name, x in (("q", q), ("k", k), ("v", v))
-    )
+    q, k, v = (_stopped(case, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     return q, k, v, sides
 
 
@@ -199,7 +197,9 @@ def site(case: Case, parts: Parts, sizes) -> dict[str, Labelled]:
     labels = parts[0].labels
     arranged_parts = arranged(case, parts, sizes)
     names = "".join(
-        c if c in arranged_parts[0].labels else "n" * (c == "h" and case.gqa == "grouped")
+        c
+        if c in arranged_parts[0].labels
+        else "n" * (c == "h" and case.gqa == "grouped")
         for c in case.mapped
     )
     found = _mapped(case, arranged_parts, names)

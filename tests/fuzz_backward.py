@@ -98,7 +98,9 @@ def _vjp_rule(run: Callable, change: Callable) -> Callable:
 
     def rule(saved, dout):
         q, k, v, floats, rest, _ = saved
-        _, vjp = jax.vjp(lambda q, k, v, f: run(q, k, v, {**f, **rest}), q, k, v, floats)
+        _, vjp = jax.vjp(
+            lambda q, k, v, f: run(q, k, v, {**f, **rest}), q, k, v, floats
+        )
         return change(*vjp(dout))
 
     return rule

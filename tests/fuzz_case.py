@@ -105,14 +105,17 @@ class Case:
 
 # Spelled otherwise, but attention in real arithmetic.
 FAITHFUL_MUTATIONS = (
-    "none", "max_other_axis", "max_halved", "shifted_exp", "base_three", "rolled_values",
-    "key_weights", "negated_twice",
+    "none", "max_other_axis", "max_halved", "shifted_exp", "base_three",
+    "rolled_values", "key_weights", "negated_twice", "shared_qk", "keys_as_values",
+    "other_head",
 )  # fmt: skip
 FAITHFUL_BACKWARDS = ("none", "softmax_exact", "core_exact", "core_flash")
 # Need as many keys as queries.
 SQUARE_MUTATIONS = (
     "transposed", "plus_transposed", "axis_t", "p_transposed", "p_residual",
 )  # fmt: skip
+# Jump with the score: the rounding of a narrow type decides on which side.
+JUMPING = ("self_masked", "rounded", "threshold")
 UNSAFE = ("unsafe", "late_unsafe", "exp2_unsafe")
 FORWARD_MODES = ("jvp", "hvp", "linearize")
 SECOND_ORDER = ("hvp", "grad_grad")
@@ -180,7 +183,7 @@ CHOICES: dict[str, Sequence] = {
         *("-1e30", "-inf", "min", "-1e9") * 3, "-1e4", "-3.0", "0.0",
     ),
     "softmax": (
-        *("jax", "stable", "stable_stop") * 4, "where", "unsafe", "lse", "log_softmax",
+        *("jax", "stable", "stable_stop") * 11, "where", "unsafe", "lse", "log_softmax",
         "late", "late_unsafe", "reciprocal", "exp2", "exp2_unsafe", "max_all",
         "sum_product", "ones_column", "clamped_max",
     ),
@@ -205,7 +208,8 @@ CHOICES: dict[str, Sequence] = {
     ),
     "stop": mostly("none", "q", "k", "v", "probs", "scores", odds=5),
     "mode": (
-        *("value",) * 12, *("grad", "value_and_grad", "vjp") * 5, "jvp", "hvp",
+        *("value",) * 12, *("value_and_grad", "vjp") * 7,
+        *("grad",) * 3, "jvp", "hvp",
         "grad_grad", "linearize", "vmap_value", "vmap_grad", "grad_vmap", "accumulate",
         "accumulate", "sgd",
     ),
@@ -226,7 +230,7 @@ CHOICES: dict[str, Sequence] = {
         "one", "shared_kv", "shared_probs", "chain", "two_masks", "k_is_v", odds=2
     ),
     "consume": (
-        "weighted", "weighted", "square", "twice", "mean", "project", "flatten",
+        "weighted", *("square", "twice", "project") * 3, "mean", "flatten",
     ),
     "inputs": (*("normal",) * 6, "large", "repeated", "equal", "tiny", "integers"),
 }  # fmt: skip
@@ -279,6 +283,8 @@ def _repair_numbers(case: Case) -> dict[str, Any]:
     new["fill"] = fill
     if case.softmax in UNSAFE or case.mutation in ("sigmoid_attention", "no_sum"):
         new["inputs"] = "normal" if case.inputs == "large" else case.inputs
+    if case.narrow and case.mutation in JUMPING:
+        new["mutation"] = "none"
     if case.narrow and case.inputs == "large":
         new["inputs"] = "normal"
     if case.narrow and case.mode in SECOND_ORDER:
@@ -297,6 +303,8 @@ def _repair_transforms(case: Case) -> dict[str, Any]:
             new["mode"] = "grad"
     if case.loop != "none":
         new |= {"aux": "none", "sites": "one"}
+    if case.loop == "python" or case.mode in SECOND_ORDER:
+        new["depth"] = min(case.depth, 2)  # each layer is compiled anew
     if case.remat != "none" and case.mode == "vmap_value":
         new["mode"] = "vmap_grad"
     return new

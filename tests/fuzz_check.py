@@ -228,12 +228,12 @@ def check(case: Case, passes: str = "default", compiled: bool | None = None) -> 
     Args:
       case: the case.
       passes: the pipeline.
-      compiled: whether XLA runs both programs; None: a quarter of those of narrow
-        types, whose sums it rounds less often, and one in 32 of the rest.
+      compiled: whether XLA runs both programs; None: one in 8 of those of
+        narrow types, whose sums it rounds less often, and one in 48 of the rest.
     """
     start = time.perf_counter()
     if compiled is None:
-        compiled = case.seed % (4 if case.narrow else 32) == 0
+        compiled = case.seed % (8 if case.narrow else 48) == 0
     verdict = Verdict(case, compiled=compiled)
     text, inputs = lowered(case)
     try:

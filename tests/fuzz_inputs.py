@@ -88,10 +88,10 @@ def _mask_arrays(case: Case, rng: np.random.Generator, extent: Callable) -> dict
                 shape = extent(side_labels(case, "b") + label)
                 numbers = np.sort(rng.integers(0, 3, shape), axis=-1)
                 found[name] = numbers.astype(np.int32)
-        elif mask in DENSE_LABELS:
+        elif mask in DENSE_LABELS and "dense" not in found:
             labels = side_labels(case, DENSE_LABELS[mask])
-            keep = rng.random(extent(labels)) < (0.3 if mask == "sparse_rows" else 0.7)
-            found["dense"] = keep
+            share = 0.3 if mask == "sparse_rows" else 0.7
+            found["dense"] = rng.random(extent(labels)) < share
     return found
 
 

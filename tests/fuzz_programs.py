@@ -315,9 +315,7 @@ def build(case: Case) -> tuple[Callable, Arrays]:
             return rematted(case, "loss", lambda a: _outputs(case, a))(arrays)
         chosen, rest = split(arrays)
         if case.mode == "vjp":
-            out, vjp = jax.vjp(
-                lambda c: network(case, c | rest)["out"].array, chosen
-            )
+            out, vjp = jax.vjp(lambda c: network(case, c | rest)["out"].array, chosen)
             return out, vjp(arrays["dout"].astype(out.dtype))
         return _gradient_program(case, lambda c: loss(c | rest), chosen)
 

@@ -33,9 +33,7 @@ def normalized(case: Case, x: Labelled, sides: Sides) -> Labelled:
     return out
 
 
-def scaled_operands(
-    case: Case, q: Labelled, k: Labelled
-) -> tuple[Labelled, Labelled]:
+def scaled_operands(case: Case, q: Labelled, k: Labelled) -> tuple[Labelled, Labelled]:
     """Applies the part of the scale that goes before the product."""
     root = q.size("d") ** 0.5
     if case.scale in ("on_q", "twice"):
@@ -133,7 +131,9 @@ def biased(case: Case, x: Labelled, sides: Sides) -> Labelled:
 def _constant(x: Labelled, function: Callable) -> Labelled:
     """A mask that is a constant of the program."""
     i, j = np.arange(x.size("t"))[:, None], np.arange(x.size("s"))[None, :]
-    return Labelled(jnp.asarray(np.broadcast_to(function(i, j), (i.size, j.size))), "ts")
+    return Labelled(
+        jnp.asarray(np.broadcast_to(function(i, j), (i.size, j.size))), "ts"
+    )
 
 
 def _by_position(x: Labelled, function: Callable) -> Labelled:
@@ -259,9 +259,7 @@ def product(case: Case, q: Labelled, k: Labelled, order: str) -> Labelled:
     return x
 
 
-def scores(
-    case: Case, q: Labelled, k: Labelled, sides: Sides, order: str
-) -> Labelled:
+def scores(case: Case, q: Labelled, k: Labelled, sides: Sides, order: str) -> Labelled:
     """Returns what the softmax is applied to, with its labels in `order`."""
     q, k = normalized(case, q, sides), normalized(case, k, sides)
     root = q.size("d") ** 0.5
@@ -276,7 +274,7 @@ def scores(
         both = case.mutation == "plus_transposed"
         x = x.with_array(x.array + other if both else other)
     elif case.mutation == "negated_twice":
-        x = x.with_array(-(-x.array))
+        x = x.with_array(jnp.negative(jnp.negative(x.array)))
     x = modified(case, x, sides, root)
     if case.mutation == "self_masked":
         x = x.with_array(jnp.where(x.array > 0, x.array, fill_of(case, x.array.dtype)))

@@ -128,9 +128,7 @@ WRONG_SOFTMAXES: dict[str, Callable] = {
     "sum_other_axis": lambda x, a: _over(_exp(x, a), _other(a, x)),
     "max_other_axis": lambda x, a: _over(jnp.exp(x - _max(x, _other(a, x))), a),
     "max_halved": lambda x, a: _over(jnp.exp(x - 0.5 * _max(x, a)), a),
-    "sum_epsilon": lambda x, a: (
-        _exp(x, a) / (_exp(x, a).sum(a, keepdims=True) + 1e-3)
-    ),
+    "sum_epsilon": lambda x, a: _exp(x, a) / (_exp(x, a).sum(a, keepdims=True) + 1e-3),
     "sum_one": lambda x, a: _exp(x, a) / (_exp(x, a).sum(a, keepdims=True) + 1),
     "no_sum": lambda x, a: _exp(x, a),
     "relu_attention": lambda x, a: (
