@@ -62,13 +62,22 @@ class OutlineAttention:
     def run(self, module: StableHloModule, context: PassContext) -> bool:
         outlined: list[_Outlined] = []
         misses, seen, done = [], set(), set()
+        order = {
+            dot.results[0]: number
+            for number, dot in enumerate(module.walk("stablehlo.dot_general"))
+        }
+
+        def place(product) -> int:
+            return order[product[0].operation.results[0]]
+
         # dead operations stay until the end, so that no handle below goes stale
         for exponential in module.walk("stablehlo.exponential"):
-            for dot, side in value_products(exponential):
-                key = (dot.operation.results[0], side)
-                if key in seen:
+            # the forward pass comes first, and names the products of the backward pass
+            for dot, side in sorted(value_products(exponential), key=place):
+                result = dot.operation.results[0]
+                if (result, side) in seen or result in seen:
                     continue
-                seen.add(key)
+                seen.add((result, side))
                 try:
                     match = match_attention(dot, side, exponential)
                     site = CanonicalSite(match)
@@ -77,12 +86,9 @@ class OutlineAttention:
                     if error.near:
                         misses.append((exponential.results[0], dot, error))
                     continue
-                number = sum(s.pattern == "attention" for s in context.report.sites)
-                names = context.names_of(f"attention.{number}")
-                if names & split_sites(self.skip_sites):
-                    context.report.sites.append(_left_alone(number, dot))
-                else:
-                    outlined.append(outline_site(module, site, context))
+                for gradient in match.gradients:
+                    seen |= gradient.members & order.keys()
+                self._outline(module, site, dot, context, outlined)
                 done.add(exponential.results[0])
         for exponential, dot, error in misses:
             if exponential not in done:
@@ -90,6 +96,14 @@ class OutlineAttention:
                 context.report.sites.append(near_miss_report(context, dot, error))
         _report_escapes(outlined)
         return bool(outlined)
+
+    def _outline(self, module, site: CanonicalSite, dot, context, outlined) -> None:
+        number = sum(s.pattern == "attention" for s in context.report.sites)
+        names = context.names_of(f"attention.{number}")
+        if names & split_sites(self.skip_sites):
+            context.report.sites.append(_left_alone(number, dot))
+        else:
+            outlined.append(outline_site(module, site, context))
 
     def _within_limits(self, match: AttentionMatch, site: CanonicalSite) -> None:
         rank = len(shape_of(match.score.value))
