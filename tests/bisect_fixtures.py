@@ -29,7 +29,7 @@ def model(q, k, v, scales=SCALES):
 
 
 def text_of(function, *shape, **options) -> str:
-    x = jax.ShapeDtypeStruct(shape or (1, 16, 1, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct(shape or (1, 8, 1, 4), jnp.float32)
     return jax.jit(function).lower(x, x, x, **options).as_text(debug_info=True)
 
 
@@ -83,6 +83,13 @@ class Raise:
 
     def run(self, module, context) -> bool:
         raise KeyError("as told")
+
+
+@dataclasses.dataclass(frozen=True)
+class OddExactness(Raise):
+    """A pass whose exactness is none of the known ones."""
+
+    exactness: ClassVar[str] = "odd"
 
 
 def accepts(original: str, candidate: str) -> bool:

@@ -116,3 +116,41 @@ def test_rewrite_text():
 def test_bad_mlir_names_the_line():
     with pytest.raises(MlirParseError, match="<string>:4"):
         rewrite_text(TEXT.replace("stablehlo.add %x, %x", "stablehlo.nothing %x", 1))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "cse,bisect_fixtures:SubtractForAdd,dce",
+        "bisect_fixtures:SubtractForAdd{enabled=false}",
+    ],
+)
+def test_passes_of_ones_own_print_back_and_run(spec):
+    pipeline = PassPipeline.parse(spec)
+    assert str(pipeline) == spec
+    module, report = run_passes(StableHloModule.parse(SUM), spec, Target.parse("cpu"))
+    assert ("stablehlo.subtract" in module.as_text()) == ("false" not in spec)
+    assert "bisect_fixtures:SubtractForAdd" in [one.name for one in report.passes]
+
+
+SUM = TEXT.replace("stablehlo.multiply", "stablehlo.add")
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("gone_module:Pass", "can not import the pass gone_module:Pass: ModuleNot"),
+        ("bisect_fixtures:Gone", "AttributeError"),
+        ("bisect_fixtures:accepts", "expected a frozen dataclass"),
+        ("hlo_tools.report:SiteReport", "it lacks name, exactness, summary, run"),
+        (
+            "bisect_fixtures:OddExactness",
+            "got exactness 'odd', expected one of bitwise",
+        ),
+        ("bisect_fixtures:SubtractForAdd{on=true}", "enabled"),
+        ("bisect_fixtures:", "unknown pass 'bisect_fixtures'"),
+    ],
+)
+def test_passes_that_can_not_be_had(spec, says):
+    with pytest.raises((PassSpecError, UnknownNameError), match=says):
+        PassPipeline.parse(spec)

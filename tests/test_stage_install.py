@@ -105,3 +105,41 @@ def test_environment_switches_it_off(value, monkeypatch, x):
     monkeypatch.setenv("HLO_TOOLS", "on")
     jax.clear_caches()
     assert_cosine(compiled_late(x), x)
+
+
+def test_modules_are_shown(monkeypatch, x):
+    """With the text as it was, whether or not it was changed, before the compile."""
+    seen = []
+    with hlo_tools.install(passes="", modules=seen.append) as installed:
+        jax.jit(sine())(x)
+        staged(sine())(x)
+        jax.jit(lambda y: y + 1)(x)
+    assert [one.rewritten for one in seen] == [True, True, False]
+    assert "stablehlo.sine" in seen[0].original
+    assert f"{__file__}" in seen[2].original  # with source locations
+    assert [one.report for one in seen] == installed.reports()
+    assert seen[0].config == stage.StageConfig("")
+
+
+def test_a_failing_modules_callback_is_a_warning(x):
+    def fail(module):
+        raise OSError("disk full")
+
+    with hlo_tools.install(passes="", modules=fail):
+        with pytest.warns(RuntimeWarning, match=r"install\(modules=...\).*disk full"):
+            assert_cosine(jax.jit(sine())(x), x)
+
+
+def test_the_environment_limits_passes_and_sites(monkeypatch, x):
+    seen = []
+    monkeypatch.setattr(driver, "transform", recording(seen))
+    monkeypatch.setenv("HLO_TOOLS_PASSES", "cse")
+    monkeypatch.setenv("HLO_TOOLS_SKIP_SITES", "jit_f/attention.1+attention.0")
+    monkeypatch.setenv("HLO_TOOLS_ONLY_SITES", "attention.5")
+    f = staged(sine())
+    f(x)
+    sites = ("attention.0", "jit_f/attention.1")
+    assert seen == [
+        stage.StageConfig("cse", skip_sites=sites, only_sites=("attention.5",))
+    ]
+    assert any("the environment asks for" in note for note in f.report().notes)
