@@ -334,7 +334,7 @@ def cases(draw) -> Case:
     return draw_case(lambda options: draw(st.sampled_from(options)))
 
 
-def simplified(case: Case, fails: Callable[[Case], bool], attempts: int = 150) -> Case:
+def simplified(case: Case, fails: Callable[[Case], bool], attempts: int = 80) -> Case:
     """Resets choices to their defaults as long as the case still fails.
 
     Args:
