@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     result = record(totals, options, seconds)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     say(f"wrote {options.output}")
-    for outcome in totals.wrong[:10]:
+    for outcome in totals.wrong[:5]:
         explain(outcome)
     return int(bool(totals.wrong))
 

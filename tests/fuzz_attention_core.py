@@ -144,17 +144,20 @@ def attend(case: Case, parts: Parts) -> dict[str, Labelled]:
     if case.gqa == "squeezed":
         result = "".join(c for c in "abhte" if c in result)
 
-    def run(q, k, v, sides, case=case, all_values=False):
+    def seen(q, k, v, sides, case=case) -> dict[str, Labelled]:
         x = _stopped(case, "scores", scores(case, q, k, sides, order))
         x = _tagged(x, "scores")
         p = _weights(case, x, keep_of(case, x, sides))
         p = _tagged(_stopped(case, "probs", mutated(case, p, x, sides)), "probs")
         out = _tagged(_values(case, p, v, result), "out")
-        return {"out": out, "scores": x, "probs": p} if all_values else out
+        return {"out": out, "scores": x, "probs": p}
+
+    def run(*args):
+        return seen(*args)["out"]
 
     if case.backward.startswith("core_"):
         return {"out": attention_with_rule(case, run, order, *parts)}
-    return run(*parts, all_values=True)
+    return seen(*parts)
 
 
 def _mapped(case: Case, parts: Parts, labels: str) -> dict[str, Labelled]:

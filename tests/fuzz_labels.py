@@ -149,7 +149,10 @@ def _vmapped(a: Labelled, b: Labelled, out: str, dtype) -> Labelled:
     label = batch[-1]
     inner = out.replace(label, "")
     found = map_over(
-        label, lambda pair: _vmapped(*pair, inner, dtype), (a, b), last=len(batch) > 1
+        label,
+        lambda pair: _vmapped(pair[0], pair[1], inner, dtype),
+        (a, b),
+        last=len(batch) > 1,
     )
     return moved(found, out)
 

@@ -190,15 +190,18 @@ MASKS: dict[str, Callable[[Labelled, Sides], Labelled]] = {
 }
 
 
-def fill_of(case: Case, dtype) -> float:
-    """Returns the score of a masked key."""
-    return float(jnp.finfo(dtype).min) if case.fill == "min" else float(case.fill)
+def fill_of(case: Case) -> float:
+    """Returns the score of a masked key: the same in the float64 reference."""
+    if case.fill != "min":
+        return float(case.fill)
+    wide = case.narrow and case.score_dtype != "same"
+    return float(jnp.finfo("float32" if wide else case.dtype).min)
 
 
 def masked(case: Case, x: Labelled, keep: Labelled, form: str) -> Labelled:
     """Applies one mask, in one of the ways people do."""
     dtype = x.array.dtype
-    fill = jnp.asarray(fill_of(case, dtype), dtype)
+    fill = jnp.asarray(fill_of(case), dtype)
     zero = jnp.zeros((), dtype)
     mask = spread(keep, x.labels)
     array = x.array
@@ -277,5 +280,5 @@ def scores(case: Case, q: Labelled, k: Labelled, sides: Sides, order: str) -> La
         x = x.with_array(jnp.negative(jnp.negative(x.array)))
     x = modified(case, x, sides, root)
     if case.mutation == "self_masked":
-        x = x.with_array(jnp.where(x.array > 0, x.array, fill_of(case, x.array.dtype)))
+        x = x.with_array(jnp.where(x.array > 0, x.array, fill_of(case)))
     return x
