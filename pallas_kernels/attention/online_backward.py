@@ -20,6 +20,10 @@ from hlo_tools.gradients import GradSpec
 from pallas_kernels.attention import tiles
 from pallas_kernels.attention.online_tiling import Blocks, KeyTile, QueryTile, Tiling
 
+# With few keys one may have nearly all of the probability, and dP - delta cancels:
+# then delta is summed over the same dP, which costs little in rows as short as this.
+SHORT_ROW = 64
+
 
 class _Whole(NamedTuple):
     """The operands, whole.
@@ -173,10 +177,13 @@ class _Backward:
             self.score_operand = promote(self.score_operand, spec.score_dtype)
             self.value_operand = promote(self.value_operand, grad.dout_dtype)
         self.only_values = grad.wanted == ("v",)
-        self.whole_rows = blocks.keys == spec.k_len
         # rowsum(dout * out) is delta too, but only as exact as `out`.
         rounding = jnp.finfo(spec.out_dtype).eps, jnp.finfo(spec.probs_dtype).eps
         self.delta_from_probs = rounding[0] > rounding[1]
+        # A tile of whole rows can sum P * dP itself, for one more pass over it.
+        self.whole_rows = blocks.keys == spec.k_len and (
+            self.delta_from_probs or spec.k_len <= SHORT_ROW
+        )
 
     def __call__(self, whole: _Whole) -> dict[Any, jax.Array]:
         """Returns the gradients by name: q [B,T,K,G,D], k and v [B,K,S,*].
