@@ -22,6 +22,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,7 +30,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from online_attention_cpu import cpu_model, make_spec, measure, naive
+from online_attention_cpu import cpu_model, make_spec, naive
 
 from hlo_tools.composites import AttentionSpec, attention_ref
 from hlo_tools.gradients import GradSpec, attention_grad_ref
@@ -98,6 +99,18 @@ def errors(functions, spec: AttentionSpec, grad: GradSpec, args) -> list[float]:
     ]
 
 
+def measure(functions, args, rounds: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns seconds [function, round] of interleaved calls, elapsed and of cores."""
+    seconds = np.empty((2, len(functions), rounds))
+    for r in range(rounds):
+        for i, function in enumerate(functions):
+            start = time.perf_counter(), time.process_time()
+            jax.block_until_ready(function(*args))
+            end = time.perf_counter(), time.process_time()
+            seconds[:, i, r] = np.subtract(end, start)
+    return seconds[0], seconds[1]
+
+
 def temp_bytes(function, args) -> int:
     analysis = function.lower(*args).compile().memory_analysis()
     return int(analysis.temp_size_in_bytes)
@@ -119,7 +132,7 @@ def run_case(size, causal: bool, dtype: str, rounds: int) -> dict:
     naive_error, online_error = errors(functions, spec, grad, args)
     if not online_error <= max(TOLERANCE[dtype], 2 * naive_error):
         sys.exit(f"{size} {dtype}: error {online_error}, naive {naive_error}")
-    seconds = measure(functions, args, rounds)
+    seconds, of_cores = measure(functions, args, rounds)
     temps = [temp_bytes(function, args) for function in functions]
     predicted = (
         cost_grad.naive_grad_seconds(spec, grad, target),
@@ -132,6 +145,7 @@ def run_case(size, causal: bool, dtype: str, rounds: int) -> dict:
         "naive_ms": round(float(np.median(seconds[0])) * 1e3, 4),
         "online_ms": round(float(np.median(seconds[1])) * 1e3, 4),
         "ratio": round(float(np.median(seconds[0] / seconds[1])), 3),
+        "cpu_ratio": round(float(np.median(of_cores[0] / of_cores[1])), 3),
         "naive_error": naive_error,
         "online_error": online_error,
         "naive_temp_bytes": temps[0],
@@ -166,7 +180,8 @@ def main() -> None:
             f"{dtype:9} {size!s:29} {'causal' if causal else 'full':6}"
             f" naive {row['naive_ms']:9.3f} ms {temps[0]:7.2f} MiB,"
             f" online {row['online_ms']:9.3f} ms {temps[1]:7.2f} MiB,"
-            f" ratio {row['ratio']:5.2f}; predicted {row['predicted_naive_ms']:9.3f}"
+            f" ratio {row['ratio']:5.2f}, of cores {row['cpu_ratio']:5.2f};"
+            f" predicted {row['predicted_naive_ms']:9.3f}"
             f" and {row['predicted_online_ms']:9.3f}",
             flush=True,
         )

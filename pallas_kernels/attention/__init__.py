@@ -2,13 +2,17 @@
 
 | file | runs on | what it is |
 |---|---|---|
-| online.py | anything | online softmax in plain JAX, any scores, tile by tile |
+| online.py | anything | online softmax in plain JAX, any scores, tile by tile: |
+| online_forward.py, online_backward.py | | its two halves, over the tiles of |
+| online_tiling.py | | blocks, and the scores of one tile |
+| online_grad.py | | both halves, as `Implementation.grad` |
 | rows.py | CPUs | the form of "online" for named scores, which XLA fuses whole |
 | cudnn.py, cudnn_grad.py | NVIDIA GPUs | cuDNN's fused attention |
 | tpu.py | TPUs | the flash and splash attention that ship inside JAX |
 | tpu_grad.py | TPUs | Pallas kernels for attention with its backward pass |
 | cost.py | - | predicted times, of these and of XLA's own code |
 | cost_accelerators_grad.py | - | of cuDNN and the TPU kernels with a backward pass |
+| cost_grad.py | - | the same with the backward pass |
 
 online, cudnn and tpu have an `IMPLEMENTATION` each, see `hlo_tools.composites`; its
 `grad` runs a site together with its backward pass, see `hlo_tools.gradients`.

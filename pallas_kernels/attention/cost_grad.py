@@ -24,10 +24,15 @@ NAIVE_PASSES_MODIFIED = 1
 ONLINE_PASSES = 2.5
 
 # Seconds of one core a score in the backward half, beside the products [cpu].
-CPU_NAIVE = 10e-9
-CPU_NAIVE_MASK = 1.5e-9
+CPU_NAIVE = 11e-9
+CPU_NAIVE_MASK = 2.5e-9
 CPU_TILES = 3.8e-9
 CPU_TILES_MASK = 1.0e-9
+# Calls of the backward half for one tile; with fewer than 64 keys and queries they
+# are most of its time [cpu].
+CPU_TILE_CALLS = 6
+# Buffers of the scores' size in XLA's own code: 3 to 4 [cpu].
+CPU_NAIVE_BUFFERS = 3
 # Against one forward pass where the products have few rows [cpu].
 CPU_FEW_ROWS_NAIVE = 3.0
 CPU_FEW_ROWS = 3.0
@@ -61,12 +66,14 @@ def naive_grad_temp_bytes(spec: AttentionSpec, grad: GradSpec, target: Target) -
     """Returns the size of the probabilities, their gradient and that of the scores.
 
     The probabilities are kept from the forward pass for the backward pass; a softcap
-    keeps its scores as well. On a CPU one gradient takes the place of the other [cpu].
+    keeps its scores as well. A CPU computes them all in `spec.compute_dtype`.
     """
+    if target.platform == "cpu":
+        buffers = CPU_NAIVE_BUFFERS * spec.compute_dtype.itemsize
+        return spec.score_count * buffers
     score, probs = _itemsize(spec.score_dtype), _itemsize(spec.probs_dtype)
     kept = probs + (score if spec.softcap is not None or not spec.named else 0)
-    gradients = max(score, probs) if target.platform == "cpu" else score + probs
-    return spec.score_count * (kept + gradients)
+    return spec.score_count * (kept + score + probs)
 
 
 def online_grad_seconds(
@@ -88,7 +95,8 @@ def online_grad_seconds(
         each = CPU_TILES + (CPU_TILES_MASK if cost.is_modified(spec) else 0.0)
         products = _product_seconds(spec, grad, target, again=True)
         backward = products + each * spec.score_count / cost.cores(target)
-        return forward + backward * part + cost.CPU_CALL * max(tiles * part, 1)
+        calls = CPU_TILE_CALLS * max(tiles * part, 1)
+        return forward + backward * part + cost.CPU_CALL * calls
     # All of it beside the products is traffic and calls, as in the forward half.
     products = _product_seconds(spec, grad, target, again=True)
     rest = forward - cost.matmul_seconds(spec, target) * part / cost.MATMUL_EFFICIENCY

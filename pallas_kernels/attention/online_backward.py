@@ -20,6 +20,10 @@ from hlo_tools.gradients import GradSpec
 from pallas_kernels.attention import tiles
 from pallas_kernels.attention.online_tiling import Blocks, KeyTile, QueryTile, Tiling
 
+# With few keys one may have nearly all of the probability, and dP - delta cancels:
+# then delta is summed over the same dP, which costs little in rows as short as this.
+SHORT_ROW = 64
+
 
 class _Whole(NamedTuple):
     """The operands, whole.
@@ -104,7 +108,7 @@ def online_attention_grads(
     values = jnp.transpose(v.astype(backward.value_operand), (0, 2, 1, 3))
     found = backward(_Whole(q, keys, values, tuple(sides), out, top, total, dout))
     if of_all_values is not None and "v" in found:
-        found["v"] = found["v"] + of_all_values[:, :, None]
+        found["v"] = found["v"] + of_all_values[..., None]
     results = []
     for name, dtype in zip(grad.wanted, grad.dtypes, strict=True):
         array = found[name].astype(dtype)
@@ -115,7 +119,7 @@ def online_attention_grads(
 
 
 def _back(array: jax.Array) -> jax.Array:
-    return jnp.transpose(array, (0, 2, 1, 3))  # [B,S,K,*]
+    return jnp.transpose(array, (0, 3, 1, 2))  # [B,S,K,*]
 
 
 def _varying_like(array: jax.Array, other: jax.Array) -> jax.Array:
@@ -173,31 +177,33 @@ class _Backward:
             self.score_operand = promote(self.score_operand, spec.score_dtype)
             self.value_operand = promote(self.value_operand, grad.dout_dtype)
         self.only_values = grad.wanted == ("v",)
-        self.whole_rows = blocks.keys == spec.k_len
         # rowsum(dout * out) is delta too, but only as exact as `out`.
         rounding = jnp.finfo(spec.out_dtype).eps, jnp.finfo(spec.probs_dtype).eps
         self.delta_from_probs = rounding[0] > rounding[1]
+        # A tile of whole rows can sum P * dP itself, for one more pass over it.
+        self.whole_rows = blocks.keys == spec.k_len and (
+            self.delta_from_probs or spec.k_len <= SHORT_ROW
+        )
 
     def __call__(self, whole: _Whole) -> dict[Any, jax.Array]:
-        """Returns the gradients by name: q [B,T,K,G,D], k and v [B,K,S,*].
+        """Returns the gradients by name: q [B,T,K,G,D], k and v [B,K,*,S].
 
         That of q is rounded to its dtype already, the others are in
         `spec.compute_dtype`.
         """
         wanted = dict(zip(self.grad.wanted, self.grad.dtypes, strict=True))
-        likes = {
-            "q": whole.q,
-            "k": whole.k,
-            "v": whole.v,
-            **dict(enumerate(whole.sides)),
-        }
+        shapes: dict[Any, tuple[int, ...]] = {"q": whole.q.shape}
+        shapes |= {number: side.shape for number, side in enumerate(whole.sides)}
+        for name, array in (("k", whole.k), ("v", whole.v)):
+            b, h, keys, depth = array.shape
+            shapes[name] = (b, h, depth, keys)
         # full_like keeps what shard_map knows about dout
         zeros = tuple(
             lax.full_like(
                 whole.dout,
                 0,
                 dtype if name == "q" else self.spec.compute_dtype,
-                likes[name].shape,
+                shapes[name],
             )
             for name, dtype in wanted.items()
         )
@@ -224,9 +230,14 @@ class _Backward:
             if rows.delta is not None:
                 rows = rows._replace(delta=jnp.where(fresh, rows.delta, 0))
 
+        columns = {
+            "k": jnp.swapaxes(rows.q, 1, 2).astype(self.score_operand),
+            "v": jnp.swapaxes(rows.dout, 1, 2).astype(self.value_operand),
+        }  # [pairs,*,rows]
+
         def key_block(key: KeyTile, carry):
             dq, *others = carry
-            terms = self._key_block(whole, rows, at, key)
+            terms = self._key_block(whole, rows, columns, at, key)
             added = [
                 tiles.add_tile(total, *terms[name])
                 for name, total in zip(names, others, strict=True)
@@ -306,18 +317,26 @@ class _Backward:
         return self.tiling.product(1, dout, self.tiling.keys(at, key, whole.v), (2, 2))
 
     def _key_block(
-        self, whole: _Whole, rows: _Rows, at: QueryTile, key: KeyTile
+        self,
+        whole: _Whole,
+        rows: _Rows,
+        columns: dict[str, jax.Array],
+        at: QueryTile,
+        key: KeyTile,
     ) -> dict[Any, Any]:
-        """Returns one tile's terms: that of q, of all others with their places."""
+        """Returns one tile's terms: that of q, of all others with their places.
+
+        Those of k and v are [b,K,*,s]: a CPU takes half the time for the product of
+        [D,rows] and [rows,s] that it takes with the tile on the left, transposed.
+        """
         tiling, wanted = self.tiling, self.grad.wanted
         place, size = tiling.side_place(at, key)
-        of_keys, key_size = (at.b, at.h, key.s, 0), (*size[:2], size[4], -1)
+        of_keys, key_size = (at.b, at.h, 0, key.s), (*size[:2], -1, size[4])
         probs, causes = self._probs(whole, rows, at, key)
         terms: dict[Any, Any] = {}
         if "v" in wanted:
-            operands = probs, rows.dout
-            operands = (x.astype(self.value_operand) for x in operands)
-            dv = tiling.product(1, *operands, (1, 1))
+            operand = probs.astype(self.value_operand)
+            dv = tiling.product(1, columns["v"], operand, (2, 1))
             terms["v"] = dv.reshape(key_size), of_keys
         if self.only_values:
             return terms
@@ -333,7 +352,7 @@ class _Backward:
             k_tile = tiling.keys(at, key, whole.k)
             terms["q"] = tiling.product(0, dscores, k_tile, (2, 1))
         if "k" in wanted:
-            dk = tiling.product(0, dscores, rows.q.astype(self.score_operand), (1, 1))
+            dk = tiling.product(0, columns["k"], dscores, (2, 1))
             terms["k"] = dk.reshape(key_size), of_keys
         return terms
 

@@ -12,7 +12,11 @@ from hlo_tools.targets import Target
 from pallas_kernels.attention import cost_grad
 from pallas_kernels.attention.online_backward import online_attention_grads
 from pallas_kernels.attention.online_forward import online_attention_stats
-from pallas_kernels.attention.online_tiling import choose_blocks, product_dtypes
+from pallas_kernels.attention.online_tiling import (
+    CPU_GRAD_TILE,
+    choose_blocks,
+    product_dtypes,
+)
 
 
 def _supports(spec: AttentionSpec, grad: GradSpec, target: Target) -> str | None:
@@ -30,10 +34,11 @@ def _seconds(spec: AttentionSpec, grad: GradSpec, target: Target) -> float:
 def _build(
     spec: AttentionSpec, grad: GradSpec, target: Target
 ) -> tuple[Callable, Callable]:
-    blocks, widen = choose_blocks(spec, target), target.platform == "cpu"
+    widen, blocks = target.platform == "cpu", choose_blocks(spec, target)
+    smaller = choose_blocks(spec, target, CPU_GRAD_TILE)
     return (
         functools.partial(online_attention_stats, spec, blocks, widen),
-        functools.partial(online_attention_grads, spec, grad, blocks, widen),
+        functools.partial(online_attention_grads, spec, grad, smaller, widen),
     )
 
 

@@ -24,6 +24,7 @@ CPU_ROWS = 256  # of a tile: queries times the heads that share a key
 CPU_KEYS = 512
 CPU_BAND_KEYS = 256  # with a causal mask or window: less of a tile is hidden
 CPU_TILE = 1 << 19  # scores, 2 MiB of float32: the second-level caches of two cores
+CPU_GRAD_TILE = 1 << 18  # the backward half has several tiles in hand at once
 # Elsewhere a tile goes through main memory, and only its size matters.
 ACCELERATOR_QUERIES = 1024
 ACCELERATOR_KEYS = 1024
@@ -43,12 +44,15 @@ class Blocks(NamedTuple):
     keys: int
 
 
-def choose_blocks(spec: AttentionSpec, target: Target) -> Blocks:
+def choose_blocks(
+    spec: AttentionSpec, target: Target, scores: int = CPU_TILE
+) -> Blocks:
     """Returns the tile for a site: analytic, nothing is timed.
 
     Args:
       spec: the site.
       target: CPU tiles fit its caches, others are limited in size only.
+      scores: how many a tile on a CPU may have.
     """
     if target.platform != "cpu":
         queries = min(spec.q_len, ACCELERATOR_QUERIES)
@@ -60,7 +64,7 @@ def choose_blocks(spec: AttentionSpec, target: Target) -> Blocks:
     longest = CPU_BAND_KEYS if banded else CPU_KEYS
     # Few rows, as in decoding: longer key blocks, for as many scores in a tile.
     keys = _even_block(spec.k_len, longest * max(CPU_ROWS // rows, 1))
-    pairs = max(CPU_TILE // (rows * keys), 1)
+    pairs = max(scores // (rows * keys), 1)
     kv_heads = tiles.largest_divisor(spec.kv_heads, pairs)
     batch = 1
     if kv_heads == spec.kv_heads:
