@@ -169,7 +169,7 @@ def trail(reader: Reader, value, index: Index, origin: Callable) -> list[Step]:
         value = origin(value)
         steps.append(Step(value, index, scale, above))
         op = defining_op(value)
-        if op is None:
+        if op is None or not len(op.operands):
             return steps
         name, operand, inner = op.operation.name, op.operands[0], index
         if name in SHAPE_OPS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -271,11 +272,24 @@ def table_of(value) -> np.ndarray | None:
     attr = op.attributes["value"]
     if not isinstance(attr, ir.DenseElementsAttr):
         return None
-    if dtype_of(value) in ("bf16",):
-        import ml_dtypes
-
-        return np.asarray(attr).view(ml_dtypes.bfloat16).reshape(shape_of(value))
+    if attr.is_splat:
+        return np.full(shape_of(value), splat_value(attr))
+    if dtype_of(value) == "bf16":
+        return _bfloat16_table(str(attr)).reshape(shape_of(value))
     return np.asarray(attr).reshape(shape_of(value))
+
+
+def _bfloat16_table(text: str) -> np.ndarray:
+    """Reads the elements of a dense bfloat16 attribute, which numpy can not."""
+    dtype = NUMPY_TYPES["bf16"]
+    body = text[text.index("<") + 1 : text.rindex("> : ")]
+    if body.startswith('"0x'):
+        return np.frombuffer(bytes.fromhex(body.strip('"')[2:]), dtype)
+    numbers = re.findall(r"[-+.\w]+", body)
+    bits = [np.uint16(int(n, 16)).view(dtype) if "0x" in n else None for n in numbers]
+    return np.asarray(
+        [dtype(n) if b is None else b for n, b in zip(numbers, bits, strict=True)]
+    )
 
 
 def splat_value(attr):

@@ -144,14 +144,8 @@ def is_sum_of(reader: Reader, expr: Expr, term: Expr, axes: Dim) -> bool:
     return body_along(reader, total, axes) is term
 
 
-def _match_logsumexp(
-    reader: Reader, expr: Expr, exponent: Expr, axes: Dim
-) -> bool | None:
-    """Recognizes log(sum(exp(exponent))), shifted or not.
-
-    Returns:
-      Whether the maximum is the shift; None if it is no logarithm of that sum.
-    """
+def _is_logsumexp(reader: Reader, expr: Expr, exponent: Expr, axes: Dim) -> bool:
+    """Returns whether an expression is log(sum(exp(exponent))), shifted or not."""
     expr = look(reader, expr)
     pairs = [(expr, None)]
     if _is_op(expr, "add"):
@@ -170,15 +164,15 @@ def _match_logsumexp(
             continue
         inner = strip_converts(body.args[0])
         if shift is None and inner is exponent:
-            return False
+            return True
         if (
             shift is not None
             and _is_op(inner, "subtract")
             and strip_converts(inner.args[0]) is exponent
             and strip_converts(inner.args[1]) is strip_converts(shift)
         ):
-            return _is_maximum_of(reader, shift, exponent, axes)
-    return None
+            return True
+    return False
 
 
 def match_softmax(reader: Reader, probabilities: Expr, axes: Dim) -> Softmax:
@@ -196,10 +190,11 @@ def match_softmax(reader: Reader, probabilities: Expr, axes: Dim) -> Softmax:
     if denominator is None:
         if _is_op(exponent, "subtract"):
             minuend = strip_converts(exponent.args[0])
-            inside = _match_logsumexp(reader, exponent.args[1], minuend, axes)
-            if inside is not None:
+            if _is_logsumexp(reader, exponent.args[1], minuend, axes):
+                # a maximum inside the logarithm does not count: beside the low scores
+                # of a row without keys, the logarithm is lost to rounding
                 scores, stable = _without_shift(reader, minuend, axes)
-                return Softmax(scores, exponential, True, stable or inside)
+                return Softmax(scores, exponential, True, stable)
         return Softmax(scores, exponential, False, stable)
     if not is_sum_of(reader, denominator, exponential, axes):
         _explain_denominator(reader, denominator, exponential)

@@ -31,15 +31,22 @@ def name_pieces(builder: Builder, match: AttentionMatch) -> None:
             else:
                 band = _intersection(band, found)
     never_empty = not data_masks and sees_a_key(band, t, s)
+    why = ""
     if pieces.named and not never_empty and not uniform:
-        pieces = Scores(
-            named=False,
-            why="a row without visible keys would depend on the mask's exact value",
-        )
+        why = "a row without visible keys would depend on the mask's exact value"
+    hides = band != Band(None, None) or bool(data_masks)
+    if pieces.named and hides and not _are_mild(match, pieces):
+        why = "a bias of unknown size may hide every key that the mask leaves"
+    if why:
+        pieces = Scores(named=False, why=why)
     match.pieces = pieces
     if pieces.named:
         match.band, match.data_masks = band, data_masks
         match.rows_never_empty = never_empty
+
+
+def _are_mild(match: AttentionMatch, pieces: Scores) -> bool:
+    return all(_is_mild(expr, match.score) for _, expr in pieces.biases)
 
 
 def require_visible_keys(match: AttentionMatch) -> None:
@@ -49,7 +56,7 @@ def require_visible_keys(match: AttentionMatch) -> None:
     """
     pieces = match.pieces
     if pieces.named and match.rows_never_empty:
-        if all(_is_mild(expr, match.score) for _, expr in pieces.biases):
+        if _are_mild(match, pieces):
             return
     elif not pieces.named and _is_mild(match.scores, match.score):
         return
