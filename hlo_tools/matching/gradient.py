@@ -331,7 +331,7 @@ class _Backward:
     def _values_gradient(self, op, poly, value, other, fresh, result) -> None:
         atoms = [a for dim in other for a in dim if a in fresh]
         group_key = None
-        for key, group in self.groups.items():
+        for key, group in list(self.groups.items()):
             if group.dout is None:
                 continue
             found = self._same_dout(value, other, fresh, group.dout)

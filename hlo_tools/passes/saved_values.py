@@ -61,6 +61,20 @@ class SavedValues:
             self.loops.insert(0, (loop, hops.slots[loop.results[0]]))
             block = loop.block
         self._found: dict[Any, Any] = {}
+        # a loop that gets another stack is replaced: what its body carries has to be
+        # looked up again
+        self._carried = {
+            value: (level, number)
+            for level, (loop, _) in enumerate(self.loops)
+            for number, value in enumerate(loop.regions[1].blocks[0].arguments)
+        }
+
+    def _current(self, value):
+        """Returns a carried value by its handle in the loop as it is now."""
+        if value not in self._carried:
+            return value
+        level, number = self._carried[value]
+        return self.loops[level][0].regions[1].blocks[0].arguments[number]
 
     def get(self, value):
         """Returns what a value of the forward pass is in the backward pass."""
@@ -69,7 +83,7 @@ class SavedValues:
     def _get(self, value, level: int):
         if level == 0:
             return value
-        value = loop_invariant(value)
+        value = loop_invariant(self._current(value))
         loop, slot = self.loops[level - 1]
         if not _is_inside(_block_of(value), loop.regions[1].blocks[0]):
             return self._get(value, level - 1)
