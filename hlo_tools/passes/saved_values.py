@@ -117,7 +117,13 @@ class SavedValues:
         with ir.InsertionPoint(loop), loop.location:
             zero = _zeros(kind, dtype_of(value))
         self.hops.forget(loop)
-        new = loops.rebuild(loop, range(len(loop.results)), [zero])
+        # the old results must not stay as keys: others may get their addresses
+        old = {result: place for place, result in enumerate(loop.results)}
+        new = loops.rebuild(loop, range(len(old)), [zero])
+        self._found = {
+            (new.results[old[key]] if key in old else key, at): found
+            for (key, at), found in self._found.items()
+        }
         self.loops[level - 1] = (new, slot)
         number = len(new.results) - 1
         body = new.regions[1].blocks[0]
