@@ -47,6 +47,7 @@ from hlo_tools.matching.reader import (
     shape_of,
     table_of,
 )
+from hlo_tools.matching.scores import Scores
 
 if TYPE_CHECKING:
     from hlo_tools.matching.attention import Attempt, AttentionMatch
@@ -143,7 +144,28 @@ class _Backward:
             for product in found.products:
                 self._try(self._product_output, values, *product)
         self._side_outputs(found)
-        return self._collected()
+        matches = self._collected()
+        if matches and match.pieces.named and not match.rows_never_empty:
+            self._check_empty_rows(matches)
+        return matches
+
+    def _check_empty_rows(self, matches: list[GradMatch]) -> None:
+        """Takes the names away where rows without keys would get another gradient.
+
+        The softmax of such a row is uniform. A select stops its gradient at the masked
+        scores, as the named form does; an added mask lets it through.
+        """
+        match = self.match
+        leaves = [o.wanted for m in matches for o in m.outputs]
+        nodes = [match.score, *(leaf for leaf in leaves if isinstance(leaf, Expr))]
+        masks = [self.polynomials.of(mask) for mask in match.pieces.masks]
+        for node in nodes:
+            slope = derivative(self.polynomials, match.scores, node)
+            if any((slope * mask - slope).terms for mask in masks):
+                why = "a row without visible keys passes its gradient to masked scores"
+                match.pieces = Scores(named=False, why=why)
+                match.band, match.data_masks = None, []
+                return
 
     def _try(self, method, *arguments) -> None:
         try:
