@@ -40,6 +40,7 @@ from hlo_tools.matching.polynomials import Polynomials, derivative
 from hlo_tools.matching.products import DotDims, rounds_at_most
 from hlo_tools.matching.reader import (
     defining_op,
+    dtype_of,
     int_array,
     is_plain_sum,
     loop_invariant,
@@ -254,47 +255,45 @@ class _Backward:
         return factors * Poly.of(Base("cotangent", key, self._cotangent_atoms(key)))
 
     def _read_dout(self, value, index: Index):
-        """Returns (key of the cotangent, its factors, values in between), or None."""
-        poly = self.polynomials.of(self.reader.read(value, index))
-        single = poly.single()
+        """Returns (key of the cotangent, its factors, values in between), or None.
+
+        The key is the array that is multiplied, but for the order of its dimensions.
+        Where that was divided by the softmax's sum, the division is a factor.
+        """
+        steps = [
+            step
+            for step in trail(self.reader, value, index, self.hops.origin)
+            if step.scale == 1.0 and set(self.value) <= atoms_of(step.index)
+        ]
+        if not steps:
+            return None
+        factors, above = Poly.const(1.0), steps[-1].above
+        if steps[-1].value in self.polynomials.dependents:
+            found = self._divided_dout(value, index)
+            if found is None:
+                return None
+            key, factors = found
+            operand = Operand(key.value, key.index)
+        else:
+            value, index = steps[-1].value, steps[-1].index
+            key = self.reader.builder.read("leaf", value, index, dtype_of(value))
+            operand = _as_multiplied(steps)
+        group = self.groups.setdefault(key, _Group())
+        group.dout = group.dout or operand
+        return key, factors, above
+
+    def _divided_dout(self, value, index: Index) -> tuple[Expr, Poly] | None:
+        single = self.polynomials.of(self.reader.read(value, index)).single()
         if single is None:
             return None
         monomial, coefficient = single
         carrying = [(b, p) for b, p in monomial if b.atoms & set(self.value)]
-        if len(carrying) > 1 or any(p != 1 or b.kind != "expr" for b, p in carrying):
+        if [(b.kind, p) for b, p in carrying] != [("expr", 1)]:
             return None
-        rest = Poly({monomial - set(carrying): coefficient})
-        key: object = "constant"
-        if carrying:
-            key = carrying[0][0].key
-        elif monomial:
+        key = carrying[0][0].key
+        if key.kind not in ("leaf", "dot"):
             return None
-        steps = trail(self.reader, value, index, self.hops.origin)
-        group = self.groups.setdefault(key, _Group())
-        if group.dout is None:
-            group.dout = self._dout_operand(key, value, index, steps)
-        if group.dout is None:
-            return None
-        if key == "constant":
-            ratio = coefficient / group.dout.scale
-            rest = Poly.const(ratio)
-        return key, rest, ()
-
-    def _dout_operand(self, key, value, index: Index, steps: list[Step]):
-        if key == "constant":
-            expr = self.reader.read(value, index)
-            if expr.kind != "const" or not float(expr.data):
-                return None
-            return Operand(value, index, float(expr.data))
-        assert isinstance(key, Expr)
-        best = Operand(steps[0].value, steps[0].index)
-        for step in steps:
-            if step.scale != 1.0:
-                break
-            best = Operand(step.value, step.index)
-            if step.value == key.value or is_narrowing(step.value):
-                return best  # as it is multiplied, but for the order of dimensions
-        return Operand(key.value, key.index)
+        return key, Poly({monomial - set(carrying): coefficient})
 
     # ------------------------------------------------------------- the outputs
 
@@ -305,10 +304,6 @@ class _Backward:
         return weighted - self.probabilities * weighted.sum_over(self.keys)
 
     def _cotangent_atoms(self, key):
-        if key == "constant":
-            return frozenset(self.keys) | frozenset(
-                atoms_of(self.match.v.index) - set(self.value)
-            )
         return (atoms_of(key.index) - set(self.value)) | (
             atoms_of(self.match.v.index) - set(self.value)
         )
@@ -553,8 +548,17 @@ class _Backward:
                 continue
             dots = self.dots.get(id(key), set())
             members = group.members | dots | self.reader.expanded
+            members.discard(group.dout.value)  # what makes the cotangent stays outside
             matches.append(GradMatch(group.dout, group.outputs, members, blocks.pop()))
         return matches
+
+
+def _as_multiplied(steps: list[Step]) -> Operand:
+    """Returns the cotangent in the type in which it is multiplied."""
+    for step in steps:
+        if is_narrowing(step.value):
+            return Operand(step.value, step.index)
+    return Operand(steps[-1].value, steps[-1].index)
 
 
 def unify_sizes(fresh: list, known: Dim):
