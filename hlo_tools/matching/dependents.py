@@ -80,19 +80,19 @@ def written_stack(hops: Hops, write: ir.Operation) -> Stack | None:
     return None
 
 
-def collect(hops: Hops, value, index: Index, stop: set) -> Dependents:
-    """Collects everything computed from `value`.
+def collect(hops: Hops, starts: list, stop: set) -> Dependents:
+    """Collects everything computed from some values.
 
     Args:
       hops: follows loops.
-      value, index: where to start.
+      starts: (value, index) of each.
       stop: values to go no further from.
 
     Raises:
       SplitAtomError: a reshape cuts through an atom of a known index.
     """
     found = Dependents()
-    pending: deque = deque([(value, index)])
+    pending: deque = deque(starts)
     while pending and len(found.index) < _MOST_VALUES:
         value, index = pending.popleft()
         if found.index.get(value) is not None or (
@@ -133,6 +133,19 @@ def _step(hops: Hops, use, value, index, found: Dependents):
     else:
         found.exits.append((value, index))
     return []
+
+
+def carried_on(hops: Hops, use, value, index: Index) -> list:
+    """Returns (value, index) of what a use merely rearranges, converts or saves."""
+    name = use.owner.operation.name
+    if (name in ELEMENTWISE and name not in _SCALING) or name == "stablehlo.reduce":
+        return []
+    if name == "stablehlo.dot_general":
+        return []
+    return _step(hops, use, value, index, Dependents())
+
+
+_SCALING = {"stablehlo.convert", "stablehlo.multiply", "stablehlo.divide"}
 
 
 def _moved(op, index: Index) -> Index | None:

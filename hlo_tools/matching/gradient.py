@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hlo_tools.matching.algebra import Base, Poly, TooLargeError
+from hlo_tools.matching.algebra import RELATIVE, Base, Poly, TooLargeError
 from hlo_tools.matching.dependents import Dependents, collect
 from hlo_tools.matching.expressions import Expr, is_float
 from hlo_tools.matching.hops import Hops
@@ -48,6 +48,7 @@ from hlo_tools.matching.reader import (
     shape_of,
     table_of,
 )
+from hlo_tools.matching.recomputed import products_of
 from hlo_tools.matching.scores import Scores
 
 if TYPE_CHECKING:
@@ -127,12 +128,13 @@ class _Backward:
         match = self.match
         self._name_leaves()
         self.reader.origin = self.hops.origin
-        stop = set() if match.out is None else {match.out}
-        found = collect(self.hops, match.score.value, match.score.index, stop)
         self.targets = {
             name: trail(self.reader, operand.value, operand.index, self.hops.origin)
             for name, operand in (("q", match.q), ("k", match.k), ("v", match.v))
         }
+        starts = [(match.score.value, match.score.index), *self._scores_again()]
+        self.again = {value for value, _ in starts[1:]}
+        found = collect(self.hops, starts, {match.out})
         sums = [self.keys, self.value, match.axes.rows, ()]
         self.polynomials = Polynomials(
             self.reader, self.keys, sums, found.index, self._product
@@ -183,6 +185,37 @@ class _Backward:
                 ):
                     if step.scale == 1.0:
                         self.reader.aliases.setdefault((step.value, step.index), node)
+
+    def _scores_again(self) -> list[tuple[object, Index]]:
+        """Returns the score products that are computed once more, with their index."""
+        match = self.match
+        found: dict[object, Index] = {}
+        scale = match.q.scale * match.k.scale
+
+        def product(op, number: int, index: Index) -> None:
+            result = op.results[0]
+            if result == match.score.value or result in found:
+                return
+            dims = DotDims.of(op)
+            other, fresh = self._other_index(op, dims, number, index)
+            same = self._same(op.operands[1 - number], other, "q", fresh)
+            own = self._same(op.operands[number], index, "k", set())
+            if same is None or own is None:
+                return
+            _, names, factor = same
+            # the same product, of the same multiples
+            if abs(factor * own[2] - scale) > RELATIVE * abs(scale):
+                return
+            place = renamed(self._result_index(op, dims, number, index, other), names)
+            if atoms_of(place) == atoms_of(match.score.index):
+                found[result] = place
+                self.reader.remember(result, place, match.score)
+
+        def attempt(*arguments) -> None:
+            self._try(product, *arguments)
+
+        products_of(self.hops, self.targets["k"], attempt)
+        return list(found.items())
 
     # ----------------------------------------------------------- the cotangent
 
@@ -547,7 +580,7 @@ class _Backward:
             if len(blocks) != 1:
                 continue
             dots = self.dots.get(id(key), set())
-            members = group.members | dots | self.reader.expanded
+            members = group.members | dots | self.reader.expanded | self.again
             members.discard(group.dout.value)  # what makes the cotangent stays outside
             matches.append(GradMatch(group.dout, group.outputs, members, blocks.pop()))
         return matches

@@ -162,6 +162,10 @@ class Reader:
             self._memo[key] = found
         return found
 
+    def remember(self, value, index: Index, expr: Expr) -> None:
+        """Takes `value` at `index` for `expr` from now on."""
+        self._memo[(value, index)] = expr
+
     def _is_leaf(self, value, index: Index) -> bool:
         op = defining_op(value)
         if op is None or len(self._memo) > _MAX_NODES:

@@ -7,6 +7,7 @@ PASSES: dict[str, str] = {
     "inline-calls": "hlo_tools.passes.native_cleanup:InlineCalls",
     "cse": "hlo_tools.passes.native_cleanup:Cse",
     "dce": "hlo_tools.passes.native_cleanup:Dce",
+    "drop-precision": "hlo_tools.passes.drop_precision:DropPrecision",
     "fold-transposes": "hlo_tools.passes.fold_transposes:FoldTransposes",
     "collapse-shapes": "hlo_tools.passes.collapse_shapes:CollapseShapes",
     "canonicalize-masks": "hlo_tools.passes.canonicalize_masks:CanonicalizeMasks",
@@ -21,7 +22,7 @@ PASSES: dict[str, str] = {
 # name -> spec
 ALIASES: dict[str, str] = {
     "normalize": (
-        "inline-calls,cse,collapse-shapes,fold-transposes,canonicalize-masks,"
+        "inline-calls,drop-precision,cse,collapse-shapes,fold-transposes,canonicalize-masks,"
         "fold-converts,cse,dce"
     ),
     "clean": "cse,dce",
