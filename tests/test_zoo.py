@@ -58,6 +58,31 @@ def test_recall(capsys):
     assert not missing
 
 
+def test_training_recall(capsys):
+    """Forward, recomputed and backward sites of the training entries."""
+    found, total, missing = [0, 0], [0, 0], []
+    for row in ROWS:
+        if row["kind"] != "train" or row["dropout"] or row["decoy"]:
+            continue
+        sites = row["attention_sites"]
+        want = [sites["forward"] + sites["recomputed"], sites["backward"]]
+        text = outline(load(row))[0].as_text()
+        got = [
+            text.count(f'stablehlo.composite "hlo_tools.{name}"')
+            for name in ("attention", "attention_grad")
+        ]
+        found = [a + b for a, b in zip(found, got, strict=True)]
+        total = [a + b for a, b in zip(total, want, strict=True)]
+        if want != got:
+            missing.append((row["name"], want, got))
+    with capsys.disabled():
+        print(
+            f"\nzoo, training: {found[0]}/{total[0]} forward and recomputed, "
+            f"{found[1]}/{total[1]} backward sites outlined"
+        )
+    assert not missing
+
+
 def test_no_decoy_is_outlined():
     wrong = [row["name"] for row in ROWS if row["decoy"] and sites_found(load(row))]
     assert not wrong
@@ -86,6 +111,34 @@ def test_forward_values(row, monkeypatch):
     check_values(row)
 
 
+# One of each kind of training program; the slow tier has them all.
+SOME = (
+    "jaxnn_causal_bf16_train",
+    "linen_lm_scan_remat_train",
+    "hand_gqa_grouped_einsum_train",
+    "hand_softcap_train",
+    "nnx_dpa_bias_trained_train",
+    "jaxnn_scan_train",
+)
+
+
+@pytest.mark.parametrize("row", [r for r in rows(("train",)) if r.id in SOME])
+def test_some_train_values(row, monkeypatch):
+    bind_everything(monkeypatch)
+    check_values(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", rows(("train",)))
+def test_each_pair_against_its_own_original(row, monkeypatch):
+    """Compares each site's value and gradients themselves, not what an update hides."""
+    bind_everything(monkeypatch)
+    module = StableHloModule.parse(load(row))
+    cpu = Target.parse("cpu")
+    _, report = run_passes(module, "default", cpu, verify=True)
+    assert all(site.verify is not None and site.verify.passed for site in report.sites)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("row", rows(("train",)) + rows(("train", "forward"), True))
 def test_train_and_decoy_values(row, monkeypatch):
@@ -106,8 +159,8 @@ def check_values(row):
         StableHloModule.parse(text), "default", Target.parse("cpu")
     )
     module.verify()
-    if row["kind"] != "train" and not row["decoy"]:
-        escapes = row["probs_escape"]
+    if not row["decoy"]:
+        escapes = row["probs_escape"] and row["kind"] != "train"
         wanted = "inlined" if escapes else "bound"
         assert {site.status for site in report.sites} == {wanted}
     assert_undone_exactly(text)
@@ -123,12 +176,29 @@ def assert_undone_exactly(text):
     assert results_of(before.main) == results_of(after.main)
 
 
+FMHA = SHARED / "corpora" / "fmha_recall"
+FMHA_ROWS = json.loads((FMHA / "index.json").read_text()) if ROWS else []
+# A gradient that is none of this forward pass, and an intermediate that is returned:
+# cuDNN's own rewriter left them alone too.
+FMHA_LEFT = (
+    "F16InvalidTrainingBmm1ScaleBiasMaskSoftmaxBmm2ShouldNotBeLowered",
+    "F16TrainingBmm2Grad1IncorrectPattern",
+)
+
+
+def fmha_rows(kind):
+    return [
+        pytest.param(row, id=row["name"])
+        for row in FMHA_ROWS
+        if row["kind"] == kind and row["attention"] and not row["dropout"]
+    ]
+
+
 def test_fmha_corpus(capsys):
     """Every forward module with an attention and no reason against it."""
-    folder = SHARED / "corpora" / "fmha_recall"
     wrong, found = [], 0
-    for row in json.loads((folder / "index.json").read_text()):
-        text = (folder / f"{row['name']}.mlir").read_text()
+    for row in FMHA_ROWS:
+        text = (FMHA / f"{row['name']}.mlir").read_text()
         got = sites_found(text)
         want = int(row["attention"] and not row["dropout"])
         if row["kind"] == "forward" or not row["attention"]:
@@ -138,3 +208,27 @@ def test_fmha_corpus(capsys):
     with capsys.disabled():
         print(f"\nfmha_recall: {found} forward attention modules outlined")
     assert not wrong
+
+
+@pytest.mark.parametrize("row", fmha_rows("forward and backward"))
+def test_fmha_training(row, monkeypatch):
+    bind_everything(monkeypatch)
+    text = (FMHA / f"{row['name']}.mlir").read_text()
+    cpu = Target.parse("cpu")
+    module, report = run_passes(StableHloModule.parse(text), "default", cpu)
+    module.verify()
+    (site,) = report.sites
+    left = row["name"] in FMHA_LEFT
+    assert site.status == ("inlined" if left else "bound"), site.reason
+    if not left:
+        assert {"q", "k", "v"} <= set(site.gradient["wanted"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", fmha_rows("forward and backward"))
+def test_fmha_training_values(row, monkeypatch):
+    bind_everything(monkeypatch)
+    text = (FMHA / f"{row['name']}.mlir").read_text()
+    cpu = Target.parse("cpu")
+    module, _ = run_passes(StableHloModule.parse(text), "default", cpu)
+    assert_same_values(text, module.as_text())

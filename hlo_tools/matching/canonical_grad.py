@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from hlo_tools.gradients import GradSpec
 from hlo_tools.matching.arrays import full_array, regroup_array
 from hlo_tools.matching.canonical import DTYPE_NAMES, CanonicalSite
-from hlo_tools.matching.gradient import GradMatch, GradOutput
+from hlo_tools.matching.cotangents import GradOutput
+from hlo_tools.matching.gradient import GradMatch
 from hlo_tools.matching.index_space import Index
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.reader import dtype_of, shape_of, splat_value

@@ -13,39 +13,32 @@ q, k, v or the one cotangent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hlo_tools.matching.algebra import RELATIVE, Base, Poly, TooLargeError
+from hlo_tools.matching.algebra import RELATIVE, TooLargeError
+from hlo_tools.matching.cotangents import Cotangents, GradOutput
 from hlo_tools.matching.dependents import Dependents, collect
 from hlo_tools.matching.expressions import Expr, is_float
-from hlo_tools.matching.hops import Hops
 from hlo_tools.matching.index_space import (
-    Dim,
     IncompatibleReshapeError,
     Index,
     atoms_of,
-    dim_size,
 )
+from hlo_tools.matching.operand_products import unify_sizes
 from hlo_tools.matching.operands import (
     Operand,
-    Step,
-    is_narrowing,
     renamed,
     trail,
-    unify,
 )
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.polynomials import Polynomials, derivative
 from hlo_tools.matching.products import DotDims, rounds_at_most
 from hlo_tools.matching.reader import (
     defining_op,
-    dtype_of,
     int_array,
     is_plain_sum,
-    loop_invariant,
     result_index,
-    shape_of,
     table_of,
 )
 from hlo_tools.matching.recomputed import products_of
@@ -53,22 +46,6 @@ from hlo_tools.matching.scores import Scores
 
 if TYPE_CHECKING:
     from hlo_tools.matching.attention import Attempt, AttentionMatch
-
-
-@dataclass
-class GradOutput:
-    """One gradient that the program computes.
-
-    Attributes:
-      wanted: "q", "k", "v" or the leaf of the scores that it is the gradient of.
-      value, index: the value, and its dimensions in the site's atoms.
-      factor: constant between it and the gradient of the site's operand.
-    """
-
-    wanted: str | Expr
-    value: object
-    index: Index
-    factor: float
 
 
 @dataclass
@@ -80,21 +57,14 @@ class GradMatch:
       outputs: what is computed.
       members: the values that belong to it.
       block: where it stands.
+      recomputes: whether it computes the scores once more.
     """
 
     dout: Operand
     outputs: list[GradOutput]
     members: set
     block: object
-
-
-@dataclass
-class _Group:
-    """What one cotangent leads to."""
-
-    dout: Operand | None = None
-    outputs: list[GradOutput] = field(default_factory=list)
-    members: set = field(default_factory=set)
+    recomputes: bool = False
 
 
 def match_gradients(attempt: Attempt, match: AttentionMatch) -> list[GradMatch]:
@@ -109,29 +79,11 @@ def match_gradients(attempt: Attempt, match: AttentionMatch) -> list[GradMatch]:
     return _Backward(attempt, match).run()
 
 
-class _Backward:
-    def __init__(self, attempt: Attempt, match: AttentionMatch):
-        self.attempt, self.match = attempt, match
-        self.space, self.reader = attempt.space, attempt.reader
-        self.hops = Hops()
-        self.groups: dict[object, _Group] = {}
-        axes = match.axes
-        self.keys, self.value = axes.keys, axes.value
-        self.all_atoms = frozenset(
-            atom
-            for dim in (axes.batch, axes.kv_heads, axes.group, axes.rows, axes.keys)
-            for atom in dim
-        )
-        self.dots: dict[int, set] = {}  # members of the cotangent products, by node
-
+class _Backward(Cotangents):
     def run(self) -> list[GradMatch]:
         match = self.match
         self._name_leaves()
         self.reader.origin = self.hops.origin
-        self.targets = {
-            name: trail(self.reader, operand.value, operand.index, self.hops.origin)
-            for name, operand in (("q", match.q), ("k", match.k), ("v", match.v))
-        }
         starts = [(match.score.value, match.score.index), *self._scores_again()]
         self.again = {value for value, _ in starts[1:]}
         found = collect(self.hops, starts, {match.out})
@@ -217,130 +169,6 @@ class _Backward:
         products_of(self.hops, self.targets["k"], attempt)
         return list(found.items())
 
-    # ----------------------------------------------------------- the cotangent
-
-    def _product(self, node: Expr) -> Poly | None:
-        """Returns dP for a product of the values and a cotangent."""
-        if node is self.match.score:
-            return None
-        op = defining_op(node.value)
-        if not rounds_at_most(op):
-            return None
-        dims = DotDims.of(op)
-        for v in (0, 1):
-            try:
-                found = self._cotangent(op, dims, v, node.index)
-            except IncompatibleReshapeError:
-                continue
-            if found is not None:
-                return found
-        return self._value_product(op, dims, node)
-
-    def _operand_indices(self, op, dims: DotDims, result: Index):
-        """Returns the indices of a product's operands; contracted dims are fresh."""
-        shapes = [shape_of(operand) for operand in op.operands]
-        index: list[list[Dim]] = [[()] * len(shape) for shape in shapes]
-        rest = iter(result)
-        for left, right in zip(*dims.batch, strict=True):
-            index[0][left] = index[1][right] = next(rest)
-        for number in (0, 1):
-            for dim in dims.free(number, len(shapes[number])):
-                index[number][dim] = next(rest)
-        fresh: set = set()
-        for left, right in zip(*dims.contract, strict=True):
-            dim = self._fresh(op, 0, left, shapes[0][left])
-            fresh |= set(dim)
-            index[0][left] = index[1][right] = dim
-        return [tuple(one) for one in index], fresh
-
-    def _fresh(self, op, number: int, dim: int, size: int) -> Dim:
-        return self.space.expand(self.attempt.named_dim(op, number, dim, size))
-
-    def _same(self, value, index: Index, name: str, fresh: set):
-        """Returns (step, names of fresh atoms, scale) if an operand is the site's."""
-        own = trail(self.reader, value, index, self.hops.origin)
-        for step in own:
-            for target in self.targets[name]:
-                if step.value != target.value:
-                    continue
-                names = unify(step.index, target.index, fresh)
-                if names is not None and fresh & atoms_of(step.index) <= names.keys():
-                    return step, names, step.scale / target.scale
-        return None
-
-    def _cotangent(self, op, dims: DotDims, v: int, result: Index) -> Poly | None:
-        indices, fresh = self._operand_indices(op, dims, result)
-        found = self._same(op.operands[v], indices[v], "v", fresh)
-        if found is None or found[2] != 1.0:
-            return None
-        step, names, _ = found
-        named = {part for dim in names.values() for part in dim}
-        if named != set(self.value) or names.keys() != fresh:
-            return None
-        index = renamed(indices[1 - v], names)
-        read = self._read_dout(op.operands[1 - v], index)
-        if read is None:
-            return None
-        key, factors, above = read
-        self.dots.setdefault(id(key), set()).update(
-            (op.results[0], *step.above, *above)
-        )
-        return factors * Poly.of(Base("cotangent", key, self._cotangent_atoms(key)))
-
-    def _read_dout(self, value, index: Index):
-        """Returns (key of the cotangent, its factors, values in between), or None.
-
-        The key is the array that is multiplied, but for the order of its dimensions.
-        Where that was divided by the softmax's sum, the division is a factor.
-        """
-        steps = [
-            step
-            for step in trail(self.reader, value, index, self.hops.origin)
-            if step.scale == 1.0 and set(self.value) <= atoms_of(step.index)
-        ]
-        if not steps:
-            return None
-        factors, above = Poly.const(1.0), steps[-1].above
-        if steps[-1].value in self.polynomials.dependents:
-            found = self._divided_dout(value, index)
-            if found is None:
-                return None
-            key, factors = found
-            operand = Operand(key.value, key.index)
-        else:
-            value, index = steps[-1].value, steps[-1].index
-            key = self.reader.builder.read("leaf", value, index, dtype_of(value))
-            operand = _as_multiplied(steps)
-        group = self.groups.setdefault(key, _Group())
-        group.dout = group.dout or operand
-        return key, factors, above
-
-    def _divided_dout(self, value, index: Index) -> tuple[Expr, Poly] | None:
-        single = self.polynomials.of(self.reader.read(value, index)).single()
-        if single is None:
-            return None
-        monomial, coefficient = single
-        carrying = [(b, p) for b, p in monomial if b.atoms & set(self.value)]
-        if [(b.kind, p) for b, p in carrying] != [("expr", 1)]:
-            return None
-        key = carrying[0][0].key
-        if key.kind not in ("leaf", "dot"):
-            return None
-        return key, Poly({monomial - set(carrying): coefficient})
-
-    # ------------------------------------------------------------- the outputs
-
-    def _expected(self, key) -> Poly:
-        """Returns dX for a cotangent."""
-        cotangent = Poly.of(Base("cotangent", key, self._cotangent_atoms(key)))
-        weighted = self.probabilities * cotangent
-        return weighted - self.probabilities * weighted.sum_over(self.keys)
-
-    def _cotangent_atoms(self, key):
-        return (atoms_of(key.index) - set(self.value)) | (
-            atoms_of(self.match.v.index) - set(self.value)
-        )
-
     def _product_output(self, values: bool, op, number: int, index: Index) -> None:
         index = tuple(self.space.expand(dim) for dim in index)
         if not set(self.keys) <= atoms_of(index):
@@ -402,57 +230,6 @@ class _Backward:
             raise NoMatchError("not the gradient with respect to v")
         self._finish(group_key, "v", op, renamed(result, names), ratio, above)
 
-    def _same_dout(self, value, other, fresh, dout: Operand):
-        """Returns (names, factors, between) if an operand is the known cotangent."""
-        own = trail(self.reader, value, other, self.hops.origin)
-        known = trail(self.reader, dout.value, dout.index, self.hops.origin)
-        for step in own:
-            for target in known:
-                if step.value != target.value:
-                    continue
-                names = unify(step.index, target.index, fresh)
-                if names is not None and fresh & atoms_of(step.index) <= names.keys():
-                    factor = step.scale / target.scale
-                    return names, Poly.const(factor), step.above
-        names = unify_sizes([a for dim in other for a in dim if a in fresh], self.value)
-        if names is None:
-            return None
-        read = self._read_dout(value, renamed(other, names))
-        if read is None or self.groups[read[0]].dout is not dout:
-            return None
-        return names, read[1], read[2]
-
-    def _other_index(self, op, dims: DotDims, number: int, index: Index):
-        """Returns the index of the other operand; its free dims are fresh."""
-        shape = shape_of(op.operands[1 - number])
-        other: list[Dim] = [()] * len(shape)
-        for pairs in (dims.batch, dims.contract):
-            for ours, theirs in zip(pairs[number], pairs[1 - number], strict=True):
-                other[theirs] = index[ours]
-        fresh: set = set()
-        for dim in dims.free(1 - number, len(shape)):
-            other[dim] = self._fresh(op, 1 - number, dim, shape[dim])
-            fresh |= set(other[dim])
-        return tuple(other), fresh
-
-    def _result_index(self, op, dims: DotDims, number, index, other) -> Index:
-        sides = [index, other] if number == 0 else [other, index]
-        found = [sides[0][d] for d in dims.batch[0]]
-        for side in (0, 1):
-            free = dims.free(side, len(shape_of(op.operands[side])))
-            found.extend(sides[side][d] for d in free)
-        return tuple(found)
-
-    def _cotangent_in(self, poly: Poly):
-        """Returns the key of the one cotangent that a polynomial is linear in."""
-        keys = {key for key in self.groups if self._mentions(poly, key)}
-        if len(keys) > 1:
-            raise NoMatchError("two cotangents in one gradient")
-        return next(iter(keys), None)
-
-    def _mentions(self, poly: Poly, key) -> bool:
-        return poly.mentions(Base("cotangent", key, frozenset()))
-
     def _finish(self, key, wanted, op, index: Index, factor, above) -> None:
         """Follows a product's result until it has the operand's own axes."""
         operand = getattr(self.match, wanted)
@@ -481,8 +258,6 @@ class _Backward:
             raise NoMatchError(f"the gradient of {wanted} is computed twice")
         group.outputs.append(GradOutput(wanted, value, index, factor))
         group.members |= {op.results[0], *between, *above}
-
-    # --------------------------------------------------------- side gradients
 
     def _side_leaves(self) -> list[Expr]:
         return [
@@ -529,48 +304,6 @@ class _Backward:
             group.members.add(value)
             return
 
-    # ------------------------------------------------------------- the result
-
-    def _value_product(self, op, dims: DotDims, node: Expr) -> Poly | None:
-        """Returns a product of something square and the values, by its factors."""
-        for v in (0, 1):
-            indices, fresh = self._operand_indices(op, dims, node.index)
-            names = unify_sizes(
-                [a for dim in indices[v] for a in dim if a in fresh], self.keys
-            )
-            if names is None:
-                continue
-            named = [renamed(index, names) for index in indices]
-            if self._same(op.operands[v], named[v], "v", set()) is None:
-                continue
-            square = loop_invariant(op.operands[1 - v])
-            if square not in self.polynomials.dependents:
-                continue
-            poly = self.polynomials.of(self.reader.read(square, named[1 - v]))
-            key = frozenset(poly.terms.items())
-            return Poly.of(Base("weighted", key, atoms_of(node.index)))
-        return None
-
-    def _contraction(self, body: Poly, axes: frozenset) -> Poly | None:
-        """Sums cotangent * (square v) over the value dims: square * dP over keys."""
-        if axes != frozenset(self.value):
-            return None
-        result = Poly({})
-        for monomial, coefficient in body.terms.items():
-            inside = [(b, p) for b, p in monomial if b.atoms & axes]
-            rest = Poly({monomial - set(inside): coefficient})
-            kinds = sorted(base.kind for base, _ in inside)
-            if kinds != ["expr", "weighted"] or any(p != 1 for _, p in inside):
-                return None
-            square = next(b for b, _ in inside if b.kind == "weighted")
-            dout = next(b for b, _ in inside if b.kind == "expr")
-            if dout.key not in self.groups:
-                return None
-            cotangent = Base("cotangent", dout.key, self._cotangent_atoms(dout.key))
-            weighted = Poly(dict(square.key)) * Poly.of(cotangent)
-            result = result + rest * weighted.sum_over(self.keys)
-        return result
-
     def _collected(self) -> list[GradMatch]:
         matches = []
         for key, group in self.groups.items():
@@ -584,22 +317,3 @@ class _Backward:
             members.discard(group.dout.value)  # what makes the cotangent stays outside
             matches.append(GradMatch(group.dout, group.outputs, members, blocks.pop()))
         return matches
-
-
-def _as_multiplied(steps: list[Step]) -> Operand:
-    """Returns the cotangent in the type in which it is multiplied."""
-    for step in steps:
-        if is_narrowing(step.value):
-            return Operand(step.value, step.index)
-    return Operand(steps[-1].value, steps[-1].index)
-
-
-def unify_sizes(fresh: list, known: Dim):
-    """Names fresh atoms, in order, after the atoms of a dimension.
-
-    Raises:
-      SplitAtomError: one of them stands for several.
-    """
-    if dim_size(tuple(fresh)) != dim_size(known):
-        return None
-    return unify((tuple(fresh),), (known,), set(fresh))

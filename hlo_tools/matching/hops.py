@@ -19,6 +19,7 @@ from hlo_tools.matching.reader import (
     int_array,
     int_of,
     loop_invariant,
+    result_number,
     shape_of,
 )
 
@@ -169,7 +170,7 @@ class Hops:
             if op is None:
                 return value
             if op.operation.name == BARRIER:
-                value = op.operands[ir.OpResult(value).result_number]
+                value = op.operands[result_number(value)]
                 continue
             if op.operation.name != READ:
                 return value
@@ -194,7 +195,7 @@ class Hops:
         source = defining_op(base)
         if source is None or source.operation.name != WHILE:
             return None
-        stack = self.stack(source.operation, ir.OpResult(base).result_number)
+        stack = self.stack(source.operation, result_number(base))
         sizes = int_array(op.attributes["slice_sizes"])
         if stack is None or sizes != shape_of(stack.update):
             return None

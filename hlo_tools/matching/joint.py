@@ -26,6 +26,7 @@ from hlo_tools.matching.reader import (
     SHAPE_OPS,
     defining_op,
     loop_invariant,
+    result_number,
 )
 
 _COPIED = (
@@ -115,7 +116,7 @@ class _Copier:
                 return forms
             name = op.operation.name
             if name == BARRIER:
-                value = op.operands[ir.OpResult(value).result_number]
+                value = op.operands[result_number(value)]
             elif name == READ and (found := self.hops.read_stack(op)) is not None:
                 self.hops.note(*found)
                 value = found[0].update

@@ -51,6 +51,11 @@ def dtype_of(value) -> str:
     return str(ir.RankedTensorType(value.type).element_type)
 
 
+def result_number(value: Any) -> int:
+    """Returns which result of its operation a value is."""
+    return ir.OpResult(value).result_number
+
+
 def is_static(value) -> bool:
     """Returns whether a value is a ranked tensor without dynamic dimensions."""
     if not isinstance(value.type, ir.RankedTensorType):

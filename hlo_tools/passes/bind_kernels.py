@@ -108,24 +108,33 @@ class _Run:
             return False
         ((other, other_sharding),) = backward
         pair = self.pairs.prove(op, other)
-        report.attributes = {
-            **attributes_of(pair.proof.site),
-            **escapes,
-            **{k: v for k, v in report.attributes.items() if k.startswith("gradient")},
-        }
-        plan = plan_of(sharding, other_sharding, pair)
-        spec = pair.proof.site.spec if plan is None else plan.local_spec
+        site = pair.proof.site
+        report.attributes = {**attributes_of(site), **escapes}
         grad = pair.proof.gradient.spec
+        report.gradient = {
+            "wanted": [str(name) for name in grad.wanted],
+            "location": (report.gradient or {}).get("location"),
+            "bound": False,
+        }
+        recomputes = _recomputes(other)
+        plan = plan_of(sharding, other_sharding, pair)
+        spec = site.spec if plan is None else plan.local_spec
         choice = binding.choose(COMPOSITE, spec, self.context.target, grad)
-        if not self._may_bind(choice, report, bool(escapes)):
+        implementation = self._bindable(choice, report, bool(escapes))
+        if implementation is None:
             return False
-        if not self.pairs.bind(pair, plan, choice.implementation, report):
+        if not self.pairs.bind(pair, plan, implementation, report):
             return False
         self._bound(choice, spec, plan, report)
+        report.gradient["bound"] = True
+        if recomputes:  # the product of queries and keys, once more
+            report.recompute_avoided_flops = 2 * spec.score_count * spec.head_dim
         return True
 
-    def _may_bind(self, choice: binding.Choice, report, escapes: bool) -> bool:
-        """Reports a choice; returns whether it is to be bound."""
+    def _bindable(
+        self, choice: binding.Choice, report, escapes: bool
+    ) -> Implementation | None:
+        """Reports a choice; returns what is to be bound, if anything."""
         report.candidates = choice.candidates
         report.predicted_seconds = {
             c.name: c.predicted_seconds
@@ -139,14 +148,14 @@ class _Run:
                 "its scores or probabilities are computed anyway, for other uses (as a "
                 f"backward pass has them): {where}"
             )
-            return False
+            return None
         if choice.implementation is None:
-            return False
+            return None
         only = self.options.only
         if only and choice.implementation.name != only:
             report.reason = f"bind-kernels{{only={only}}} leaves it alone"
-            return False
-        return True
+            return None
+        return choice.implementation
 
     def _bound(self, choice: binding.Choice, spec, plan, report: SiteReport) -> None:
         implementation = choice.implementation
@@ -164,9 +173,9 @@ class _Run:
         plan = sharding.plan(site) if sharding is not None else None
         spec = site.spec if plan is None else plan.local_spec
         choice = binding.choose(COMPOSITE, spec, self.context.target)
-        if not self._may_bind(choice, report, escapes):
+        implementation = self._bindable(choice, report, escapes)
+        if implementation is None:
             return False
-        implementation = choice.implementation
         if self.context.verify and not _verified(
             self.module, op, site, implementation, report, self.context
         ):
@@ -206,6 +215,13 @@ def _name(op: ir.Operation) -> str:
 
 def _callee(op: ir.Operation) -> str:
     return ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
+
+
+def _recomputes(op: ir.Operation) -> bool:
+    """Returns whether a backward pass computes the scores once more."""
+    attributes = ir.DictAttr(op.attributes["composite_attributes"])
+    found = attributes["recomputes"] if "recomputes" in attributes else None
+    return found is not None and ir.BoolAttr(found).value
 
 
 def _site_of(op: ir.Operation) -> str:

@@ -252,12 +252,11 @@ def _outline_gradient(
     attributes = {
         "site": ir.StringAttr.get(report.id),
         "wanted": ir.ArrayAttr.get([ir.StringAttr.get(name) for name in wanted]),
+        "recomputes": ir.BoolAttr.get(gradient.recomputes),
     }
     where = _text(source_location(defining_op(region.outs[0]).operation))
     composite = region.replace_by_composite(anchor, GRADIENT, function_name, attributes)
-    report.attributes["gradient"] = wanted
-    if where is not None:
-        report.attributes["gradient_location"] = where
+    report.gradient = {"wanted": wanted, "location": where, "bound": False}
     return region, composite
 
 
