@@ -152,7 +152,7 @@ def online_in_tiles(
     backward = online_backward.online_attention_grads
     return (
         functools.partial(online_attention_stats, spec, blocks, widen),
-        functools.partial(backward, spec, grad, blocks, widen),
+        functools.partial(backward, spec, grad, blocks, widen, widen),
     )
 
 

@@ -38,7 +38,7 @@ def _build(
     smaller = choose_blocks(spec, target, CPU_GRAD_TILE)
     return (
         functools.partial(online_attention_stats, spec, blocks, widen),
-        functools.partial(online_attention_grads, spec, grad, smaller, widen),
+        functools.partial(online_attention_grads, spec, grad, smaller, widen, widen),
     )
 
 

@@ -121,11 +121,13 @@ class KeyTile(NamedTuple):
     Attributes:
       s: its start along S.
       fresh: the first of its keys that no block before it had.
+      number: of the block.
       edge: whether it has to be masked, see `Tiling`.
     """
 
     s: jax.Array
     fresh: jax.Array
+    number: jax.Array
     edge: bool
 
 
@@ -149,7 +151,7 @@ class Tiling:
         self.q_scale = spec.scale if widen and spec.named else 1.0
         self._along_h = np.int32(spec.kv_heads // blocks.kv_heads)
         self._along_t = np.int32(-(-spec.q_len // blocks.queries))
-        self._along_s = -(-spec.k_len // blocks.keys)
+        self.key_block_count = -(-spec.k_len // blocks.keys)
         self.count = spec.batch // blocks.batch * int(self._along_h * self._along_t)
         self.ragged_queries = spec.q_len % blocks.queries != 0
         self.ragged_keys = spec.k_len % blocks.keys != 0
@@ -161,6 +163,11 @@ class Tiling:
             self._inner_spec = dataclasses.replace(
                 self._edge_spec, causal=False, window=None
             )
+
+    @property
+    def one_key_block(self) -> bool:
+        """Whether a tile has whole rows."""
+        return self.key_block_count == 1
 
     def query_tile(self, index) -> QueryTile:
         """Returns query block number `index`."""
@@ -206,6 +213,9 @@ class Tiling:
         for start, stop, edge in ((first, middle, False), (middle, end, True)):
             if isinstance(start, int) and isinstance(stop, int) and start == stop:
                 continue
+            if self.one_key_block:  # a loop would keep XLA from fusing over its bounds
+                carry = step(self._key_tile(0, edge), carry)
+                continue
 
             def body(index, carry, edge=edge):
                 return step(self._key_tile(index, edge), carry)
@@ -214,24 +224,27 @@ class Tiling:
         return carry
 
     def _key_tile(self, index, edge: bool) -> KeyTile:
-        fresh = s = tiles.as_int32(index) * self.blocks.keys
+        number = tiles.as_int32(index)
+        fresh = s = number * self.blocks.keys
         if edge and self.ragged_keys:  # the last block starts early enough to be whole
             s = jnp.minimum(fresh, self.spec.k_len - self.blocks.keys)
-        return KeyTile(s, fresh, edge)
+        return KeyTile(s, fresh, number, edge)
 
     def _key_blocks(self, t: jax.Array):
         """Returns (first, middle, end): inner blocks from first, edge from middle."""
         low, high = self.spec.band
-        whole = self._along_s - self.ragged_keys
+        whole = self.key_block_count - self.ragged_keys
+        if self.one_key_block:
+            return 0, whole if low is high is None else 0, 1
         if low is None and high is None:
-            return 0, whole, self._along_s
+            return 0, whole, self.key_block_count
         if not self.skips:
-            return 0, 0, self._along_s
+            return 0, 0, self.key_block_count
         size = np.int32(self.blocks.keys)
-        first, middle, end = 0, 0, self._along_s
+        first, middle, end = 0, 0, self.key_block_count
         if high is not None:
             seen = jnp.maximum(t + (self.blocks.queries + high), 0)
-            end = jnp.minimum(lax.div(seen + (size - 1), size), self._along_s)
+            end = jnp.minimum(lax.div(seen + (size - 1), size), self.key_block_count)
             seen_by_all = jnp.maximum(t + (1 + high), 0)
             middle = jnp.minimum(lax.div(seen_by_all, size), whole)
         if low is not None:

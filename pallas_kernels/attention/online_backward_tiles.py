@@ -1,0 +1,368 @@
+"""The tiles of the backward half of "online" attention; see online_backward.py.
+
+Each query block goes over its key blocks twice: the first sweep finds what each row
+needs to know about itself, the second adds up the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hlo_tools.composites import AttentionSpec
+from hlo_tools.gradients import GradSpec
+from pallas_kernels.attention import tiles
+from pallas_kernels.attention.online_tiling import Blocks, KeyTile, QueryTile, Tiling
+
+
+class Whole(NamedTuple):
+    """The operands, whole.
+
+    Attributes:
+      q, out, dout: [B,T,K,G,*].
+      k, v: [B,K,S,*].
+      sides: as they come.
+      top, total: [B,K,G,T], maximum and sum of exponentials.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    sides: tuple[jax.Array, ...]
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
+    dout: jax.Array
+
+
+class _Kept(NamedTuple):
+    """What the first sweep keeps of a key block, or of all, along a new first dim.
+
+    Attributes:
+      exps: [pairs,rows,s], exp(X - top).
+      top: [pairs,rows], the maximum so far.
+      dprobs: [pairs,rows,s], dP; a scalar where it is not needed.
+      scores: [pairs,rows,s]; a scalar unless the gradient of X depends on them.
+    """
+
+    exps: jax.Array
+    top: jax.Array
+    dprobs: jax.Array
+    scores: jax.Array
+
+    def put(self, tile: _Kept, number: jax.Array) -> _Kept:
+        """Puts a key block's in its place."""
+        pairs = zip(self, tile, strict=True)
+        return _Kept(*(_put(whole, part, number) for whole, part in pairs))
+
+    def of(self, key: KeyTile) -> _Kept:
+        """Takes a key block's out."""
+        return _Kept(*(_take(whole, key.number) for whole in self))
+
+
+class _Rows(NamedTuple):
+    """What one query block knows.
+
+    Attributes:
+      q: [pairs,rows,D], scaled.
+      dout: [pairs,rows,Dv].
+      top, share: [pairs,rows], maximum, and 1 over the sum of exponentials.
+      delta: [pairs,rows]; None where it is not needed.
+      kept: None if the tiles are to be computed again.
+    """
+
+    q: jax.Array
+    dout: jax.Array
+    top: jax.Array
+    share: jax.Array
+    delta: jax.Array | None
+    kept: _Kept | None = None
+
+
+class Backward:
+    """Runs over all tiles of a site and adds up the gradients.
+
+    Attributes:
+      tiling: the tiles.
+      score_operand: dtype of the operands of the products with dX.
+      value_operand: dtype of the operands of the products with dout.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        grad: GradSpec,
+        blocks: Blocks,
+        widen: bool,
+        sweep: bool,
+    ):
+        self.spec, self.grad, self.tiling = spec, grad, Tiling(spec, blocks, widen)
+        self.score_operand, self.value_operand = (
+            self.tiling.score_operand,
+            self.tiling.value_operand,
+        )
+        if not widen:
+            promote = jnp.promote_types
+            self.score_operand = promote(self.score_operand, spec.score_dtype)
+            self.value_operand = promote(self.value_operand, grad.dout_dtype)
+        self._only_values = grad.wanted == ("v",)
+        self._sweep = sweep or self.tiling.one_key_block
+        # Whether dX of a score depends on the score itself.
+        self._bent_scores = not spec.named or spec.softcap is not None
+        # rowsum(dout * out) is only as exact as `out`.
+        rounding = jnp.finfo(spec.out_dtype).eps, jnp.finfo(spec.probs_dtype).eps
+        self._out_is_coarse = rounding[0] > rounding[1]
+
+    def __call__(self, whole: Whole) -> dict[Any, jax.Array]:
+        """Returns the gradients by name: q [B,T,K,G,D], k and v [B,K,*,S].
+
+        That of q is rounded to its dtype already, the others are in
+        `spec.compute_dtype`.
+        """
+        wanted = dict(zip(self.grad.wanted, self.grad.dtypes, strict=True))
+        shapes: dict[Any, tuple[int, ...]] = {"q": whole.q.shape}
+        shapes |= {number: side.shape for number, side in enumerate(whole.sides)}
+        for name, array in (("k", whole.k), ("v", whole.v)):
+            b, h, keys, depth = array.shape
+            shapes[name] = (b, h, depth, keys)
+        # full_like keeps what shard_map knows about dout
+        zeros = tuple(
+            lax.full_like(
+                whole.dout,
+                0,
+                dtype if name == "q" else self.spec.compute_dtype,
+                shapes[name],
+            )
+            for name, dtype in wanted.items()
+        )
+
+        def query_block(index, carry):
+            sums = dict(zip(wanted, carry, strict=True))
+            sums = self._query_block(whole, self.tiling.query_tile(index), sums)
+            return tuple(sums[name] for name in wanted)
+
+        result = lax.fori_loop(0, self.tiling.count, query_block, zeros)
+        return dict(zip(wanted, result, strict=True))
+
+    def _query_block(self, whole: Whole, at: QueryTile, sums: dict) -> dict:
+        """Adds what one query block gives to all sums, and fills in its own of q."""
+        tiling, dtype = self.tiling, self.spec.compute_dtype
+        names = [name for name in sums if name != "q"]
+        q, dout = tiling.queries(at, whole.q), tiling.rows(at, whole.dout)
+        dout, fresh = dout.astype(dtype), None
+        if tiling.ragged_queries:  # a query of two blocks counts in the first only
+            q_pos = at.t + lax.iota(jnp.int32, at.lead[3])
+            fresh = jnp.broadcast_to(q_pos >= at.fresh, at.lead)
+            fresh = fresh.reshape(q.shape[:2])[..., None]
+            dout = jnp.where(fresh, dout, 0)
+        rows = (self._swept if self._sweep else self._given)(whole, at, q, dout)
+        columns = {
+            "k": jnp.swapaxes(q, 1, 2).astype(self.score_operand),
+            "v": jnp.swapaxes(dout, 1, 2).astype(self.value_operand),
+        }  # [pairs,*,rows]
+
+        def key_block(key: KeyTile, carry):
+            dq, *others = carry
+            terms = self._key_block(whole, rows, columns, at, key)
+            added = [
+                tiles.add_tile(total, *terms[name])
+                for name, total in zip(names, others, strict=True)
+            ]
+            return dq + terms["q"] if "q" in sums else dq, *added
+
+        dq = lax.full_like(q, 0, dtype, q.shape if "q" in sums else ())
+        others = [sums[name] for name in names]
+        dq, *others = tiling.over_keys(at, key_block, (dq, *others))
+        sums = {**sums, **dict(zip(names, others, strict=True))}
+        if "q" in sums:
+            dq = (dq * jnp.asarray(tiling.q_scale, dtype)).astype(sums["q"].dtype)
+            if fresh is not None:
+                dq = jnp.where(fresh, dq, tiling.rows(at, sums["q"]))
+            sums["q"] = tiling.put_rows(at, sums["q"], dq)
+        return sums
+
+    def _swept(
+        self, whole: Whole, at: QueryTile, q: jax.Array, dout: jax.Array
+    ) -> _Rows:
+        """Finds out about the rows from the very scores that the gradients are of.
+
+        Where a row has nearly all of its probability at one key, P of that key is
+        1 and dP - delta is 0 without any error, as in the softmax of a whole row.
+        """
+        tiling, dtype = self.tiling, self.spec.compute_dtype
+        lead = q.shape[:2]
+        tile = (*lead, tiling.blocks.keys)
+        dprobs, scores = (
+            tile if needed else ()
+            for needed in (not self._only_values, self._bent_scores)
+        )
+        shapes = _Kept(tile, lead, dprobs, scores)
+        kept = _Kept(*(_of_all(q, tiling.key_block_count, x, dtype) for x in shapes))
+        zero = lax.full_like(q, 0, dtype, lead)
+
+        def key_block(key: KeyTile, carry):
+            top, total, delta, kept = carry
+            scores = self._scores(whole, q, at, key)
+            x, _ = self._modified(whole, at, key, scores)
+            new_top = jnp.maximum(top, x.max(-1))
+            # While all scores of a row are -inf, -inf - -inf would make it NaN.
+            safe_top = jnp.where(new_top == -jnp.inf, 0, new_top)
+            exps, decay = jnp.exp(x - safe_top[..., None]), jnp.exp(top - safe_top)
+            total, dprobs = total * decay + exps.sum(-1), zero
+            if not self._only_values:
+                dprobs = self._dprobs(whole, dout, at, key)
+                delta = delta * decay + (exps * dprobs).sum(-1)
+            tile = _Kept(exps, new_top, dprobs, scores)
+            return new_top, total, delta, kept.put(tile, key.number)
+
+        carry = lax.full_like(zero, -jnp.inf), zero, zero, kept
+        top, total, delta, kept = tiling.over_keys(at, key_block, carry)
+        if tiling.skips:  # rows that see no key are none of the tiles' business
+            empty = total == 0
+            top, total = jnp.where(empty, 0, top), jnp.where(empty, 1, total)
+        share = 1 / total
+        return _Rows(q, dout, top, share, delta * share, kept)
+
+    def _given(
+        self, whole: Whole, at: QueryTile, q: jax.Array, dout: jax.Array
+    ) -> _Rows:
+        """Takes what the forward half knew of the rows: keeps no tile."""
+        tiling, dtype = self.tiling, self.spec.compute_dtype
+        place = (at.b, at.h, 0, at.t)
+        top, total = (
+            tiles.slice_tile(x, place, at.lead).reshape(q.shape[:2])
+            for x in (whole.top, whole.total)
+        )
+        rows = _Rows(q, dout, top, 1 / total, None)
+        if self._only_values:
+            return rows
+        if not self._out_is_coarse:
+            out = tiling.rows(at, whole.out).astype(dtype)
+            return rows._replace(delta=(dout * out).sum(-1))
+
+        def key_block(key: KeyTile, delta):
+            probs, dprobs, _ = self._probs(whole, rows, at, key)
+            return delta + (probs * dprobs).sum(-1)
+
+        zero = lax.full_like(top, 0)
+        return rows._replace(delta=tiling.over_keys(at, key_block, zero))
+
+    def _scores(self, whole: Whole, q: jax.Array, at: QueryTile, key: KeyTile):
+        """Returns the score product of a tile, [pairs,rows,s]."""
+        k_tile = self.tiling.keys(at, key, whole.k).astype(self.tiling.score_operand)
+        return self.tiling.product(0, q, k_tile, (2, 2))
+
+    def _dprobs(self, whole: Whole, dout: jax.Array, at: QueryTile, key: KeyTile):
+        """Returns dP of a tile, [pairs,rows,s]."""
+        v_tile = self.tiling.keys(at, key, whole.v)
+        dout = dout.astype(self.value_operand)
+        return self.tiling.product(1, dout, v_tile, (2, 2))
+
+    def _modified(
+        self, whole: Whole, at: QueryTile, key: KeyTile, scores: jax.Array
+    ) -> tuple[jax.Array, Callable]:
+        """Returns X [pairs,rows,s], and the function that takes dX to its causes."""
+        tiling, compute = self.tiling, self.spec.compute_dtype
+        place, size = tiling.side_place(at, key)
+        parts = [tiles.side_tile(side, place, size) for side in whole.sides]
+
+        def modified(scores, *chosen):
+            mixed = list(parts)
+            for number, side in zip(self.grad.sides, chosen, strict=True):
+                mixed[number] = side
+            return tiling.modified(at, key, scores, mixed)
+
+        chosen = [parts[number] for number in self.grad.sides]
+        # Sums over a tile are not taken in a narrow dtype, so not inside the vjp.
+        wide = [x if x.dtype == compute else jnp.broadcast_to(x, size) for x in chosen]
+        x, pull = jax.vjp(modified, scores.reshape(size), *wide)
+
+        def causes(dx):
+            dscores, *dsides = pull(dx.reshape(size))
+            summed = [
+                _sum_to(d.astype(compute), side.shape)
+                for d, side in zip(dsides, chosen, strict=True)
+            ]
+            return dscores.reshape(dx.shape), summed
+
+        return tiling.counted_once(key, x).reshape(scores.shape), causes
+
+    def _probs(
+        self, whole: Whole, rows: _Rows, at: QueryTile, key: KeyTile
+    ) -> tuple[jax.Array, jax.Array, Callable]:
+        """Returns P and dP [pairs,rows,s], and what takes dX to its causes."""
+        if rows.kept is None:
+            scores = self._scores(whole, rows.q, at, key)
+            x, causes = self._modified(whole, at, key, scores)
+            # Not exp(x - top - log(total)): a probability of 1/2 would not be exact.
+            probs = jnp.exp(x - rows.top[..., None]) * rows.share[..., None]
+            return probs, self._dprobs(whole, rows.dout, at, key), causes
+        exps, top, dprobs, scores = rows.kept.of(key)
+        scores = jnp.broadcast_to(scores, exps.shape)
+        _, causes = self._modified(whole, at, key, scores)
+        share = jnp.exp(top - rows.top) * rows.share
+        return exps * share[..., None], dprobs, causes
+
+    def _key_block(
+        self,
+        whole: Whole,
+        rows: _Rows,
+        columns: dict[str, jax.Array],
+        at: QueryTile,
+        key: KeyTile,
+    ) -> dict[Any, Any]:
+        """Returns one tile's terms: that of q, of all others with their places.
+
+        Those of k and v are [b,K,*,s]: a CPU takes half the time for the product of
+        [D,rows] and [rows,s] that it takes with the tile on the left, transposed.
+        """
+        tiling, wanted = self.tiling, self.grad.wanted
+        place, size = tiling.side_place(at, key)
+        of_keys, key_size = (at.b, at.h, 0, key.s), (*size[:2], -1, size[4])
+        probs, dprobs, causes = self._probs(whole, rows, at, key)
+        terms: dict[Any, Any] = {}
+        if "v" in wanted:
+            operand = probs.astype(self.value_operand)
+            dv = tiling.product(1, columns["v"], operand, (2, 1))
+            terms["v"] = dv.reshape(key_size), of_keys
+        if rows.delta is None or self._only_values:
+            return terms
+        dscores, dsides = causes(probs * (dprobs - rows.delta[..., None]))
+        for number, dside in zip(self.grad.sides, dsides, strict=True):
+            terms[number] = dside, place
+        dscores = dscores.astype(self.score_operand)
+        if "q" in wanted:
+            k_tile = tiling.keys(at, key, whole.k)
+            terms["q"] = tiling.product(0, dscores, k_tile, (2, 1))
+        if "k" in wanted:
+            dk = tiling.product(0, columns["k"], dscores, (2, 1))
+            terms["k"] = dk.reshape(key_size), of_keys
+        return terms
+
+
+def _of_all(like: jax.Array, count: int, shape: tuple[int, ...], dtype) -> jax.Array:
+    return lax.full_like(like, 0, dtype, (count, *shape) if shape else ())
+
+
+def _put(whole: jax.Array, tile: jax.Array, number: jax.Array) -> jax.Array:
+    if not whole.ndim:
+        return whole
+    return tiles.update_tile(whole, tile[None], (number, *(0,) * tile.ndim))
+
+
+def _take(whole: jax.Array, number: jax.Array) -> jax.Array:
+    if not whole.ndim:
+        return whole
+    start, size = (number, *(0,) * (whole.ndim - 1)), (1, *whole.shape[1:])
+    return tiles.slice_tile(whole, start, size)[0]
+
+
+def _sum_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Sums [b,K,G,t,s] over the dims that have size 1 in `shape`."""
+    pairs = zip(array.shape, shape, strict=True)
+    axes = tuple(i for i, (have, want) in enumerate(pairs) if have != want)
+    return array.sum(axes, keepdims=True) if axes else array
