@@ -92,6 +92,14 @@ class StableHloModule:
             return "module"
         return ir.StringAttr(attributes["sym_name"]).value
 
+    @property
+    def partitions(self) -> int:
+        """Over how many devices XLA partitions the program."""
+        attributes = self.module.operation.attributes
+        if "mhlo.num_partitions" not in attributes:
+            return 1
+        return ir.IntegerAttr(attributes["mhlo.num_partitions"]).value
+
     def clone(self) -> StableHloModule:
         return StableHloModule.from_ir(self.module)
 

@@ -34,6 +34,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hlo_tools.pipeline",
         "hlo_tools.passes",
         "hlo_tools.binding",
+        "hlo_tools.sharding_plan",
+        "hlo_tools.sharding_propagation",
         "hlo_tools.site_sharding",
         "hlo_tools.verify",
         "hlo_tools.hlo",

@@ -258,6 +258,11 @@ class CanonicalSite:
         axes = self.match.axes
         return (axes.batch, axes.rows, axes.kv_heads, axes.group, axes.value)
 
+    @property
+    def side_values(self) -> list[tuple[int, Index]]:
+        """(number in `values`, index) of the side inputs that are operands."""
+        return [(s.place, s.index) for s in self._sides if s.place is not None]
+
     def side_number(self, node: Expr) -> int | None:
         """Returns which side operand a leaf of the scores is, or None."""
         return self._leaves.get(id(node))

@@ -21,7 +21,8 @@ from hlo_tools.passes.bind_pairs import PairBinder, plan_of, struct_of
 from hlo_tools.passes.outline_attention import COMPOSITE, GRADIENT, attributes_of
 from hlo_tools.pipeline import LEFT_ALONE, PassContext
 from hlo_tools.report import SiteReport
-from hlo_tools.site_sharding import UnshardableSiteError, site_shardings
+from hlo_tools.sharding_plan import UnshardableSiteError
+from hlo_tools.sharding_propagation import site_shardings
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class _Run:
         context = self.context
         signature = (
             f"{implementation.name} {context.target.spec.name}\n"
-            f"{plan.description if plan else ''}\n{site.signature()}"
+            f"{plan.signature() if plan else ''}\n{site.signature()}"
         )
         name = self.spliced.get(signature)
         if name is None:

@@ -22,7 +22,7 @@ from hlo_tools.module import StableHloModule
 from hlo_tools.passes.saved_values import SavedValues
 from hlo_tools.pipeline import PassContext
 from hlo_tools.report import SiteReport
-from hlo_tools.site_sharding import ShardingPlan, UnshardableSiteError
+from hlo_tools.sharding_plan import ShardingPlan, UnshardableSiteError
 
 
 def struct_of(value) -> jax.ShapeDtypeStruct:
@@ -183,7 +183,7 @@ class _Halves:
         target = self.context.target.spec.name
         lines = [
             f"hlo_tools.attention {self.implementation.name} {half}",
-            f"{target} {self.plan.description if self.plan else ''}",
+            f"{target} {self.plan.signature() if self.plan else ''}",
             self.site.signature(),
             repr(self.gradient.spec),
         ]
@@ -273,5 +273,5 @@ def plan_of(sharding, backward, pair: Pair) -> ShardingPlan | None:
     if proof.dout is not None:
         value = pair.arguments.values[proof.dout]
         dout = list(pair.backward.operands).index(value)
-    backward.check_backward(proof.gradient, plan, (dout, proof.order))
+    backward.check_backward(proof.gradient, plan, dout, proof.order)
     return plan

@@ -212,5 +212,11 @@ class CollapseShapes:
     summary: ClassVar[str] = "merge chains of reshapes and broadcasts"
 
     def run(self, module: Any, context: Any) -> bool:
-        """Rewrites `module` in place; returns whether anything changed."""
+        """Rewrites `module` in place; returns whether anything changed.
+
+        A partitioned program is left as it is: its shapes decide which arrays XLA
+        moves between devices.
+        """
+        if module.partitions > 1:
+            return False
         return rewrite(module.module.operation, PATTERNS) > 0
