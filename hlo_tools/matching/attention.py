@@ -319,18 +319,17 @@ class Attempt:
         value, index = self.dot.results[0], self._out_index(p_index, v_index)
         if softmax.normalized:
             return value, index, []
-        between: list = []
-        while len(uses := list(value.uses)) == 1 and len(between) < 8:
-            op = uses[0].owner.operation
-            if op.name == "stablehlo.divide" and uses[0].operand_number == 0:
-                total = self.reader.read(op.operands[1], index)
-                if is_sum_of(self.reader, total, softmax.exponential, self.keys):
-                    return op.results[0], index, between
-            moved = result_index(op, index)
-            if moved is None:
-                break
-            value, index = op.results[0], moved
-            between.append(value)
+        pending: list = [(value, index, [])]
+        while pending:
+            value, index, between = pending.pop(0)
+            for use in value.uses if len(between) < 8 else ():
+                op = use.owner.operation
+                if op.name == "stablehlo.divide" and use.operand_number == 0:
+                    total = self.reader.read(op.operands[1], index)
+                    if is_sum_of(self.reader, total, softmax.exponential, self.keys):
+                        return op.results[0], index, between
+                elif (moved := result_index(op, index)) is not None:
+                    pending.append((op.results[0], moved, [*between, op.results[0]]))
         raise NoMatchError("the exponentials are never divided by their sum")
 
     def _out_index(self, p_index: Index, v_index: Index) -> Index:

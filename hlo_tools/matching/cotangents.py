@@ -226,7 +226,7 @@ class Cotangents(SiteProducts):
                 return None
             square = next(b for b, _ in inside if b.kind == "weighted")
             dout = next(b for b, _ in inside if b.kind == "expr")
-            if dout.key not in self.groups:
+            if not isinstance(dout.key, Expr) or dout.key.kind != "leaf":
                 return None
             cotangent = Base("cotangent", dout.key, self._cotangent_atoms(dout.key))
             weighted = Poly(dict(square.key)) * Poly.of(cotangent)

@@ -315,5 +315,6 @@ class _Backward(Cotangents):
             dots = self.dots.get(id(key), set())
             members = group.members | dots | self.reader.expanded | self.again
             members.discard(group.dout.value)  # what makes the cotangent stays outside
-            matches.append(GradMatch(group.dout, group.outputs, members, blocks.pop()))
+            found = (group.dout, group.outputs, members, blocks.pop(), bool(self.again))
+            matches.append(GradMatch(*found))
         return matches

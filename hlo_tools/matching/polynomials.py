@@ -61,7 +61,7 @@ class Polynomials:
             return self.of(deeper)
         if expr.kind == "reduce" and expr.name == "add":
             return self._sum(expr)
-        if expr.kind == "dot":
+        if expr.kind in ("dot", "leaf") and _is_product(expr.value):
             found = self.product(expr)
             if found is not None:
                 return found
@@ -192,6 +192,11 @@ class Polynomials:
                 index[dim] = part
             return tuple(index)
         return None
+
+
+def _is_product(value) -> bool:
+    op = defining_op(value)
+    return op is not None and op.operation.name == "stablehlo.dot_general"
 
 
 def derivative(polynomials: Polynomials, expr: Expr, by: Expr) -> Poly:
