@@ -171,7 +171,7 @@ class LanguageModel:
     def step(self, params, inputs):
         """Returns (loss, parameters after a step of gradient descent)."""
         loss, gradients = jax.value_and_grad(self.loss)(params, inputs)
-        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        return loss, jax.tree.map(lambda p, g: p - 10.0 * g, params, gradients)
 
 
 def make_mesh(**axes: int) -> Mesh:
