@@ -246,10 +246,11 @@ def _axes_of(op: ir.Operation) -> tuple[tuple[DimAxes, ...], ...]:
     if _SHARDING not in op.attributes:
         return tuple(((),) * len(shape_of(result)) for result in op.results)
     shardings = sdy.TensorShardingPerValueAttr(op.attributes[_SHARDING]).shardings
-    return tuple(
-        tuple(_names(sdy.DimensionShardingAttr(dim)) for dim in one.dimension_shardings)
-        for one in map(sdy.TensorShardingAttr, shardings)
-    )
+    result = []
+    for one in shardings:
+        dims = sdy.TensorShardingAttr(one).dimension_shardings
+        result.append(tuple(_names(sdy.DimensionShardingAttr(dim)) for dim in dims))
+    return tuple(result)
 
 
 def _names(dim) -> DimAxes:

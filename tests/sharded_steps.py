@@ -51,7 +51,7 @@ class LanguageModel:
     def shapes(self) -> dict[str, tuple[tuple[int, ...], P]]:
         """Returns shape and sharding of each layer's parameters."""
         h, k, d = self.heads, self.kv_heads, self.head_dim
-        rows = {
+        rows: dict[str, tuple[tuple[int, ...], P]] = {
             "q": ((FEATURES, h, d), P("fsdp", "tensor")),
             "k": ((FEATURES, k, d), P("fsdp", "tensor")),
             "v": ((FEATURES, k, d), P("fsdp", "tensor")),
