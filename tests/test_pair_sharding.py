@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ MESHES = {
     "fsdp, tensor": {"fsdp": 4, "tensor": 2},
     "data, fsdp, tensor": {"data": 2, "fsdp": 2, "tensor": 2},
 }
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "flat": {"flat": True},
     "grouped": {"kv_heads": 4, "flat": True},
@@ -69,19 +70,20 @@ class Compiled:
 
     def __init__(self, model: LanguageModel, axes: dict[str, int]):
         mesh = make_mesh(**axes)
-        self.arguments, keywords = sharded_step(model, mesh)
-        ours = hlo_tools.jit(model.step, **keywords)
+        self.arguments, out = sharded_step(model, mesh)
+        ours = hlo_tools.jit(model.step, out_shardings=out)
         with jax.set_mesh(mesh):
-            plain = jax.jit(model.step, **keywords).lower(*self.arguments)
+            plain = jax.jit(model.step, out_shardings=out).lower(*self.arguments)
             self.before = plain.compile()
             self.after = ours.lower(*self.arguments).compile()
         self.sites = ours.report().sites
 
-    def assert_bound(self):
+    def assert_bound(self, gradients: int = 2):
         for site in self.sites:
             assert site.status == "bound", site.reason
             assert site.implementation == "online"
-            assert site.attributes["gradient"], site.attributes
+        found = [site for site in self.sites if "gradient" in site.attributes]
+        assert len(found) == gradients
 
     def assert_same_results(self):
         old = self.arguments[0]
@@ -97,14 +99,15 @@ class Compiled:
             assert error <= 2e-5 * largest + 2e-6
 
     def counts(self) -> tuple[Counter[Collective], Counter[Collective]]:
-        return collectives(self.before.as_text()), collectives(self.after.as_text())
+        texts = [one.as_text() or "" for one in (self.before, self.after)]
+        return collectives(texts[0]), collectives(texts[1])
 
 
-@pytest.mark.parametrize("variant, mesh", CASES)
+@pytest.mark.parametrize(("variant", "mesh"), CASES)
 def test_training_step(variant, mesh):
     compiled = Compiled(LanguageModel(**VARIANTS[variant]), MESHES[mesh])
-    assert len(compiled.sites) >= (1 if "scan" in variant else 2)
-    compiled.assert_bound()
+    # with jax.checkpoint, the first forward pass of each is bound alone
+    compiled.assert_bound(1 if "scan" in variant else 2)
     compiled.assert_same_results()
     before, after = compiled.counts()
     assert before
@@ -123,7 +126,7 @@ def without_scores(one: Collective) -> Collective:
     return Collective(one.op, shape, one.groups, one.dimensions, one.loops)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
     "fewer key-value heads than devices": (
         {"kv_heads": 2, "flat": True},
         {"tensor": 4},
@@ -161,9 +164,9 @@ def test_refused_with_a_reason(name):
 
 def lowered_text(model: LanguageModel, axes: dict[str, int]) -> str:
     mesh = make_mesh(**axes)
-    arguments, keywords = sharded_step(model, mesh)
+    arguments, out = sharded_step(model, mesh)
     with jax.set_mesh(mesh):
-        return jax.jit(model.step, **keywords).lower(*arguments).as_text()
+        return jax.jit(model.step, out_shardings=out).lower(*arguments).as_text()
 
 
 def test_meshes_of_one_process_do_not_share_functions():
@@ -198,7 +201,7 @@ def test_passes_run_under_a_mesh_of_the_caller():
 
 
 @pytest.mark.parametrize("mesh", ["data", "data, fsdp, tensor"])
-@pytest.mark.parametrize("variant", ["plain", "scan", "table"])
+@pytest.mark.parametrize("variant", ["plain", "scan", "grouped"])
 def test_lowers_for_h200(variant, mesh):
     keywords = {**VARIANTS[variant], "length": 128, "head_dim": 64}
     model = LanguageModel(**keywords, dtype="bfloat16")
@@ -219,17 +222,19 @@ EXAMPLE = """\
 HloModule m
 
 %body (p: (f32[4])) -> (f32[4]) {
-  %ar = f32[4]{0} all-reduce(%x), channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
+  %ar = f32[4]{0} all-reduce(%x), channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0)
 }
 
 ENTRY %main (a: f32[8]) -> f32[8] {
   %w = (f32[4]{0}) while(%t), condition=%cond, body=%body
-  %t2 = (f32[8,1]{1,0}, /*index=1*/bf16[]) all-reduce(%a, %b), replica_groups=mesh['x'=2,'y'=4] {'y':(2)2}, to_apply=%add
-  %g = (f32[2]{0}, f32[16]{0}) all-gather-start(%a), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %t2 = (f32[8,1]{1,0}, /*index=1*/bf16[]) all-reduce(%a, %b), MESH, to_apply=%add
+  %g = (f32[2], f32[16]) all-gather-start(%a), GROUPS, dimensions={0}
   %d = f32[16]{0} all-gather-done(%g)
   %p = f32[2]{0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}
 }
-"""
+""".replace("MESH", "replica_groups=mesh['x'=2,'y'=4] {'y':(2)2}").replace(
+    "GROUPS", "replica_groups={{0,1},{2,3}}"
+)
 
 
 def test_reading_of_collectives():
