@@ -120,6 +120,7 @@ class _Run:
         choice = binding.choose(COMPOSITE, spec, self.context.target, grad)
         if not self._may_bind(choice, report, bool(escapes)):
             return False
+        assert choice.implementation is not None
         if not self.pairs.bind(pair, plan, choice.implementation, report):
             return False
         self._bound(choice, spec, plan, report)

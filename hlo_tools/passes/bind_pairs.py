@@ -139,7 +139,7 @@ class PairBinder:
     def _call(self, name: str, operands: Sequence[Any]) -> func.CallOp:
         function = self.module.functions()[name]
         kind = ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
-        return func.CallOp(kind.results, ir.FlatSymbolRefAttr.get(name), operands)
+        return func.CallOp(kind.results, ir.FlatSymbolRefAttr.get(name), list(operands))
 
     def _verified(self, halves: _Halves, report: SiteReport) -> bool:
         """Checks both halves on random inputs; returns whether they may be bound."""
