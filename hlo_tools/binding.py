@@ -7,10 +7,12 @@ in the place of the composite.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +152,9 @@ class Lowered:
     text: str
 
 
+# The name that JAX gives to the mesh of a function.
+_MESH = "mesh"
+
 _lowered: dict[tuple, Lowered] = {}
 
 
@@ -168,7 +173,12 @@ def lower_function(
     found = None if key is None else _lowered.get(full_key)
     if found is None:
         wide = any(str(t.dtype) in ("float64", "int64", "uint64") for t in types)
-        with jax.enable_x64(wide or jax.config.jax_enable_x64):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.enable_x64(wide or jax.config.jax_enable_x64))
+            # A mesh of the caller is not the program's. Inside a shard_map JAX lets
+            # none be left; the stage does that before it gets here.
+            with contextlib.suppress(ValueError):
+                stack.enter_context(jax.set_mesh(None))
             # keep_unused: the call hands over every operand
             traced = jax.jit(function, keep_unused=True).trace(*types)
             lowered = traced.lower(lowering_platforms=(platform,))
@@ -179,19 +189,25 @@ def lower_function(
     return found
 
 
-def splice(module: StableHloModule, lowered: Lowered, name: str) -> str:
+def splice(
+    module: StableHloModule, lowered: Lowered, name: str, mesh_name: str = _MESH
+) -> str:
     """Adds the functions of a lowered implementation to a module.
 
     Args:
       module: changed in place.
       lowered: what to add; its entry function becomes private.
       name: wanted name of the entry function.
+      mesh_name: of the module's mesh, if the implementation has that mesh too.
 
     Returns:
       The name that the entry function got.
     """
+    text = lowered.text
+    if mesh_name != _MESH:
+        text = re.sub(rf"@{_MESH}\b", f'@"{mesh_name}"', text)
     with module.context:
-        other = ir.Module.parse(lowered.text)
+        other = ir.Module.parse(text)
     taken = {*module.functions()}
     renamed: dict[str, str] = {}
     body = list(other.body.operations)

@@ -1,5 +1,6 @@
 """Reads the collectives of a compiled program off its HLO text."""
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ def _mesh_groups(mesh: str, over: str) -> tuple[tuple[int, ...], ...]:
         shape += [major, named, size // (major * named)]
     ids = np.arange(np.prod(shape)).reshape(shape)
     ids = np.moveaxis(ids, [at[n] for n in parts], range(-len(parts), 0))
-    return _rows(ids.reshape(-1, np.prod(ids.shape[-len(parts) :])))
+    return _rows(ids.reshape(-1, math.prod(ids.shape[-len(parts) :])))
 
 
 def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -5,6 +5,7 @@ The attention is written by hand; a variant is a set of keywords of `LanguageMod
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ class LanguageModel:
     def shapes(self) -> dict[str, tuple[tuple[int, ...], P]]:
         """Returns shape and sharding of each layer's parameters."""
         h, k, d = self.heads, self.kv_heads, self.head_dim
-        rows = {
+        rows: dict[str, tuple[tuple[int, ...], P]] = {
             "q": ((FEATURES, h, d), P("fsdp", "tensor")),
             "k": ((FEATURES, k, d), P("fsdp", "tensor")),
             "v": ((FEATURES, k, d), P("fsdp", "tensor")),
@@ -62,8 +63,8 @@ class LanguageModel:
         }
         if self.flat:
             for name in "qkv":
-                shape, spec = rows[name]
-                rows[name] = ((FEATURES, shape[1] * d), spec)
+                heads = h if name == "q" else k
+                rows[name] = ((FEATURES, heads * d), P("fsdp", "tensor"))
             rows["o"] = ((h * d, FEATURES), P("tensor", "fsdp"))
         if self.bias == "slopes":
             rows["slopes"] = ((h,), P("tensor"))
@@ -78,6 +79,7 @@ class LanguageModel:
             return array.astype(np.float32)
 
         rows = self.shapes()
+        shared: dict[str, tuple[tuple[int, ...], P]]
         shared = {"embed": ((VOCABULARY, FEATURES), P(None, "fsdp"))}
         if self.bias == "table":
             table = (self.heads, self.length, self.length)
@@ -106,7 +108,9 @@ class LanguageModel:
 
     def scores(self, q, k, params, inputs):
         t = self.length
-        s = jnp.einsum("bqhe,bkhe->bhqk", q, k) / np.sqrt(self.head_dim)
+        s = jnp.einsum("bqhe,bkhe->bhqk", q, k).astype(jnp.float32) / math.sqrt(
+            self.head_dim
+        )
         distance = jnp.arange(t)[None, :] - jnp.arange(t)[:, None]
         if "slopes" in params:
             slopes = params["slopes"].astype(s.dtype)[:, None, None]
@@ -134,7 +138,7 @@ class LanguageModel:
         if group > 1:
             k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
         s = self.scores(q, k, params, inputs)
-        o = jnp.einsum("bhqk,bkhe->bqhe", jax.nn.softmax(s), v)
+        o = jnp.einsum("bhqk,bkhe->bqhe", jax.nn.softmax(s).astype(x.dtype), v)
         wo = params["o"].astype(x.dtype)
         if self.flat:
             x = x + o.reshape(*x.shape[:2], -1) @ wo
@@ -171,7 +175,7 @@ class LanguageModel:
     def step(self, params, inputs):
         """Returns (loss, parameters after a step of gradient descent)."""
         loss, gradients = jax.value_and_grad(self.loss)(params, inputs)
-        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        return loss, jax.tree.map(lambda p, g: p - 10.0 * g, params, gradients)
 
 
 def make_mesh(**axes: int) -> Mesh:
@@ -196,10 +200,9 @@ def on_mesh(mesh: Mesh, specs):
 
 
 def sharded_step(model: LanguageModel, mesh: Mesh):
-    """Returns (arguments of `model.step` on a mesh, keywords of its jit)."""
+    """Returns (arguments of `model.step` on a mesh, shardings of its results)."""
     params, param_specs = model.parameters()
     inputs, input_specs = model.inputs()
     shardings = on_mesh(mesh, (param_specs, input_specs))
     arguments = jax.device_put((params, inputs), shardings)
-    out = (NamedSharding(mesh, P()), shardings[0])
-    return arguments, {"out_shardings": out}
+    return arguments, (NamedSharding(mesh, P()), shardings[0])

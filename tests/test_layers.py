@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hlo_tools.rewriting",
         "hlo_tools.matching",
         "hlo_tools.inlining",
+        "hlo_tools.loops",
     ),
     (
         "hlo_tools.pipeline",

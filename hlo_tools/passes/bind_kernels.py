@@ -197,7 +197,8 @@ class _Run:
             lowered = lower_site(site, plan, implementation, context, signature)
             digest = hashlib.sha256(signature.encode()).hexdigest()[:8]
             wanted = f"{COMPOSITE}.{implementation.name}.{digest}"
-            name = binding.splice(self.module, lowered, wanted)
+            mesh = () if plan is None else (plan.mesh_name,)
+            name = binding.splice(self.module, lowered, wanted, *mesh)
             self.spliced[signature] = name
         places = [ir.BlockArgument(value).arg_number for value in site.values]
         with ir.InsertionPoint(op), op.location:

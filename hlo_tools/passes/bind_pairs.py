@@ -106,7 +106,7 @@ class PairBinder:
         if self.context.verify and not self._verified(halves, report):
             return False
         values = [pair.arguments.values[place] for place in pair.proof.places]
-        forward = self._splice(halves.forward_lowered(), halves.key("forward"))
+        forward = self._splice(halves, halves.forward_lowered(), "forward")
         # the backward pass needs the values as they are there
         with ir.InsertionPoint(pair.forward), pair.forward.location:
             call = self._call(forward, values)
@@ -117,7 +117,7 @@ class PairBinder:
         if pair.proof.dout is not None:
             operands.append(pair.arguments.values[pair.proof.dout])
         types = [struct_of(value) for value in residuals]
-        backward = self._splice(halves.backward_lowered(types), halves.key("backward"))
+        backward = self._splice(halves, halves.backward_lowered(types), "backward")
         with ir.InsertionPoint(pair.backward), pair.backward.location:
             call = self._call(backward, operands)
         for number, place in enumerate(pair.proof.order):
@@ -125,12 +125,14 @@ class PairBinder:
         pair.backward.erase()
         return True
 
-    def _splice(self, lowered: binding.Lowered, key: str) -> str:
+    def _splice(self, halves: _Halves, lowered: binding.Lowered, half: str) -> str:
+        key = halves.key(half)
+        mesh = () if halves.plan is None else (halves.plan.mesh_name,)
         name = self._spliced.get(key)
         if name is None:
             digest = hashlib.sha256(key.encode()).hexdigest()[:8]
             title = key.partition("\n")[0].replace(" ", ".")
-            name = binding.splice(self.module, lowered, f"{title}.{digest}")
+            name = binding.splice(self.module, lowered, f"{title}.{digest}", *mesh)
             self._spliced[key] = name
         return name
 
