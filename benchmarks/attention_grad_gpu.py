@@ -16,7 +16,6 @@ out, and said so. Writes benchmarks/results/attention_grad_gpu.json.
 import argparse
 import functools
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass

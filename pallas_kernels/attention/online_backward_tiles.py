@@ -331,7 +331,12 @@ class Backward:
             terms["v"] = dv.reshape(key_size), of_keys
         if rows.delta is None or self._only_values:
             return terms
-        dscores, dsides = causes(probs * (dprobs - rows.delta[..., None]))
+        centered = dprobs - rows.delta[..., None]
+        if tiling.key_block_count == 1:
+            # Its mean is 0, but for the rounding of delta. Taking that off too leaves
+            # an error of eps * |dP - delta|, where delta alone leaves eps * |dP|.
+            centered -= (probs * centered).sum(-1, keepdims=True)
+        dscores, dsides = causes(probs * centered)
         for number, dside in zip(self.grad.sides, dsides, strict=True):
             terms[number] = dside, place
         dscores = dscores.astype(self.score_operand)
