@@ -43,6 +43,7 @@ from hlo_tools.matching.reader import (
 )
 from hlo_tools.matching.recomputed import products_of
 from hlo_tools.matching.scores import Scores
+from hlo_tools.matching.visibility import require_visible_keys
 
 if TYPE_CHECKING:
     from hlo_tools.matching.attention import Attempt, AttentionMatch
@@ -100,6 +101,11 @@ class _Backward(Cotangents):
                 self._try(self._product_output, values, *product)
         self._side_outputs(found)
         matches = self._collected()
+        if matches and self.polynomials.subtracts_logsumexp:
+            try:
+                require_visible_keys(match)
+            except NoMatchError:
+                return []  # rounding makes rows without keys no softmax there
         if matches and match.pieces.named and not match.rows_never_empty:
             self._check_empty_rows(matches)
         return matches

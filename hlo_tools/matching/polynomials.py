@@ -34,6 +34,8 @@ class Polynomials:
         self.reader, self.keys, self.sums = reader, keys, sums
         self.dependents, self.product = dependents, product
         self._memo: dict[int, Poly] = {}
+        # whether an exponential of x - logsumexp(x) was met
+        self.subtracts_logsumexp = False
         # called with (body, axes) of a sum; may return it in another form
         self.contraction = lambda body, axes: None
 
@@ -122,6 +124,7 @@ class Polynomials:
         """
         result = Poly.const(1.0)
         varying: dict[Expr, int] = {}
+        self.subtracts_logsumexp |= self._has_logsumexp(exponent)
         for sign, term in self._terms(exponent):
             if term.atoms & set(self.keys):
                 varying[term] = varying.get(term, 0) + sign
@@ -136,6 +139,27 @@ class Polynomials:
             atoms = frozenset().union(*(term.atoms for term, _ in key))
             result = result * Poly.of(Base("exp", key, atoms))
         return result
+
+    def _has_logsumexp(self, expr: Expr) -> bool:
+        """Returns whether a logarithm is added to something before it is subtracted.
+
+        In a row of very low scores that loses it to rounding; subtracted by itself,
+        after the maximum, it does not.
+        """
+        expr = self._looked(expr)
+        if expr.kind != "op" or expr.name not in ("add", "subtract"):
+            return False
+        if expr.atoms & set(self.keys):
+            bare = any(self._is_log(arg) for arg in expr.args)
+            shifted = sum(not t.atoms & set(self.keys) for _, t in self._terms(expr))
+            if bare and shifted < 2:
+                return True
+            return any(self._has_logsumexp(arg) for arg in expr.args)
+        return any(self._is_log(term) for _, term in self._terms(expr))
+
+    def _is_log(self, expr: Expr) -> bool:
+        expr = self._looked(expr)
+        return expr.kind == "op" and expr.name == "log"
 
     def _positive(self, expr: Expr) -> Expr:
         """Drops the absolute value of a sum of exponentials."""

@@ -198,6 +198,15 @@ def match_softmax(reader: Reader, probabilities: Expr, axes: Dim) -> Softmax:
         return Softmax(scores, exponential, False, stable)
     if not is_sum_of(reader, denominator, exponential, axes):
         _explain_denominator(reader, denominator, exponential)
+    if not stable and scores is not exponent:
+        raise NoMatchError(
+            "the softmax subtracts something else than its own maximum, and may "
+            "underflow to 0 / 0",
+            near=True,
+            got="an exponential of x - c, where c is not the maximum of x in its row",
+            expected="exp(x - max(x)) along the keys",
+            edit="use jax.nn.softmax, or subtract each row's own maximum",
+        )
     return Softmax(scores, exponential, True, stable)
 
 

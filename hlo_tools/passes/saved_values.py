@@ -58,7 +58,10 @@ class SavedValues:
             loop = block.owner.operation
             if loop.name != WHILE or loop.results[0] not in hops.slots:
                 raise NoMatchError("the backward pass stands where nothing is saved")
-            self.loops.insert(0, (loop, hops.slots[loop.results[0]]))
+            slot = hops.slots[loop.results[0]]
+            if not _is_inside(backward.block, _block_of(slot)):
+                raise NoMatchError("what it reads was saved by another loop")
+            self.loops.insert(0, (loop, slot))
             block = loop.block
         self._found: dict[Any, Any] = {}
         # a loop that gets another stack is replaced: what its body carries has to be
