@@ -181,7 +181,13 @@ def site_of(name: str, spec: AttentionSpec) -> Site:
         rng.standard_normal((spec.batch, n, h, d)).astype(jnp.dtype(dtype))
         for n, h, d, dtype in zip(lengths, heads, depths, dtypes, strict=True)
     ]
-    inputs += [random_side(rng, side, spec) for side in spec.sides]
+    return site_with(
+        spec, [*inputs, *(random_side(rng, side, spec) for side in spec.sides)]
+    )
+
+
+def site_with(spec: AttentionSpec, inputs: list[np.ndarray]) -> Site:
+    """Makes the site of a spec with given inputs."""
     with jax.enable_x64(True):
         wide = [
             x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x

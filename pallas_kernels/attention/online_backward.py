@@ -1,9 +1,15 @@
 """The backward half of "online" attention: tiles again, the scores computed anew.
 
 With P = softmax(X) and delta = rowsum(P * dP), where dP = dout v^T, the gradient of
-the scores is dX = P * (dP - delta) (Dao et al., arXiv 2205.14135). What the forward
-half left about a row gives P of any tile by itself; what lies between q k^T and X is
-differentiated by JAX, tile by tile, so any site is exact.
+the scores is dX = P * (dP - delta) (Dao et al., arXiv 2205.14135). What lies
+between q k^T and X is differentiated by JAX, tile by tile, so any site is exact.
+
+Where a softmax is saturated dX is a small difference: with P = 1 it is dP - delta,
+which the softmax of a whole row in memory makes zero, without any error. So here too
+maximum, sum and delta of a row are taken of the very scores and dP that its gradients
+are taken of, however long it is (`sweep`). Flash attention's delta, rowsum(dout *
+out), with maximum and sum from the forward half, spares a look at every tile but
+leaves eps * |dP|, which may be many times the true gradient.
 """
 
 from __future__ import annotations
@@ -38,9 +44,8 @@ def online_attention_grads(
       grad: what is wanted.
       blocks: the tile.
       widen: compute the products in `spec.compute_dtype`, see `product_dtypes`.
-      sweep: look at all keys of a query block first, and keep its scores and dP: exact
-        where P * dP and delta cancel, see below. Without it, and with more than one
-        key block, delta is rowsum(dout * out), an error of eps * |dP|.
+      sweep: look at all keys of a query block first, and keep what is found. If not,
+        and if a tile does not have whole rows, the forward half's numbers are used.
       q: [B,T,H,D].
       k: [B,S,K,D].
       v: [B,S,K,Dv].

@@ -123,6 +123,7 @@ class Backward:
         That of q is rounded to its dtype already, the others are in
         `spec.compute_dtype`.
         """
+        tiling = self.tiling
         wanted = dict(zip(self.grad.wanted, self.grad.dtypes, strict=True))
         shapes: dict[Any, tuple[int, ...]] = {"q": whole.q.shape}
         shapes |= {number: side.shape for number, side in enumerate(whole.sides)}
@@ -141,14 +142,33 @@ class Backward:
         )
 
         def query_block(index, carry):
-            sums = dict(zip(wanted, carry, strict=True))
-            sums = self._query_block(whole, self.tiling.query_tile(index), sums)
-            return tuple(sums[name] for name in wanted)
+            results, kept = carry
+            sums, at = dict(zip(wanted, results, strict=True)), tiling.query_tile(index)
+            sums, kept = self._query_block(whole, at, sums, kept)
+            return tuple(sums[name] for name in wanted), kept
 
-        result = lax.fori_loop(0, self.tiling.count, query_block, zeros)
-        return dict(zip(wanted, result, strict=True))
+        # Room for one query block, made once: no block reads what another left.
+        room = self._room(whole) if self._sweep else None
+        carry = lax.fori_loop(0, tiling.count, query_block, (zeros, room))
+        return dict(zip(wanted, carry[0], strict=True))
 
-    def _query_block(self, whole: Whole, at: QueryTile, sums: dict) -> dict:
+    def _room(self, whole: Whole) -> _Kept:
+        tiling = self.tiling
+        pairs = tiling.blocks.batch * tiling.blocks.kv_heads
+        lead = (tiling.key_block_count, pairs, self.spec.group * tiling.blocks.queries)
+        tile = (*lead, tiling.blocks.keys)
+        shapes = (
+            tile,
+            lead,
+            () if self._only_values else tile,
+            tile if self._bent_scores else (),
+        )
+        dtype = self.spec.compute_dtype
+        return _Kept(*(lax.full_like(whole.dout, 0, dtype, shape) for shape in shapes))
+
+    def _query_block(
+        self, whole: Whole, at: QueryTile, sums: dict, kept: _Kept | None
+    ) -> tuple[dict, _Kept | None]:
         """Adds what one query block gives to all sums, and fills in its own of q."""
         tiling, dtype = self.tiling, self.spec.compute_dtype
         names = [name for name in sums if name != "q"]
@@ -159,7 +179,10 @@ class Backward:
             fresh = jnp.broadcast_to(q_pos >= at.fresh, at.lead)
             fresh = fresh.reshape(q.shape[:2])[..., None]
             dout = jnp.where(fresh, dout, 0)
-        rows = (self._swept if self._sweep else self._given)(whole, at, q, dout)
+        if kept is None:
+            rows = self._given(whole, at, q, dout)
+        else:
+            rows = self._swept(whole, at, q, dout, kept)
         columns = {
             "k": jnp.swapaxes(q, 1, 2).astype(self.score_operand),
             "v": jnp.swapaxes(dout, 1, 2).astype(self.value_operand),
@@ -183,10 +206,10 @@ class Backward:
             if fresh is not None:
                 dq = jnp.where(fresh, dq, tiling.rows(at, sums["q"]))
             sums["q"] = tiling.put_rows(at, sums["q"], dq)
-        return sums
+        return sums, rows.kept
 
     def _swept(
-        self, whole: Whole, at: QueryTile, q: jax.Array, dout: jax.Array
+        self, whole: Whole, at: QueryTile, q: jax.Array, dout: jax.Array, kept: _Kept
     ) -> _Rows:
         """Finds out about the rows from the very scores that the gradients are of.
 
@@ -194,15 +217,7 @@ class Backward:
         1 and dP - delta is 0 without any error, as in the softmax of a whole row.
         """
         tiling, dtype = self.tiling, self.spec.compute_dtype
-        lead = q.shape[:2]
-        tile = (*lead, tiling.blocks.keys)
-        dprobs, scores = (
-            tile if needed else ()
-            for needed in (not self._only_values, self._bent_scores)
-        )
-        shapes = _Kept(tile, lead, dprobs, scores)
-        kept = _Kept(*(_of_all(q, tiling.key_block_count, x, dtype) for x in shapes))
-        zero = lax.full_like(q, 0, dtype, lead)
+        zero = lax.full_like(q, 0, dtype, q.shape[:2])
 
         def key_block(key: KeyTile, carry):
             top, total, delta, kept = carry
@@ -347,10 +362,6 @@ class Backward:
             dk = tiling.product(0, columns["k"], dscores, (2, 1))
             terms["k"] = dk.reshape(key_size), of_keys
         return terms
-
-
-def _of_all(like: jax.Array, count: int, shape: tuple[int, ...], dtype) -> jax.Array:
-    return lax.full_like(like, 0, dtype, (count, *shape) if shape else ())
 
 
 def _put(whole: jax.Array, tile: jax.Array, number: jax.Array) -> jax.Array:

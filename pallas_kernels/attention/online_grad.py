@@ -13,8 +13,8 @@ from pallas_kernels.attention import cost_grad
 from pallas_kernels.attention.online_backward import online_attention_grads
 from pallas_kernels.attention.online_forward import online_attention_stats
 from pallas_kernels.attention.online_tiling import (
-    CPU_GRAD_TILE,
     choose_blocks,
+    choose_grad_blocks,
     product_dtypes,
 )
 
@@ -34,25 +34,34 @@ def _seconds(spec: AttentionSpec, grad: GradSpec, target: Target) -> float:
 def _build(
     spec: AttentionSpec, grad: GradSpec, target: Target
 ) -> tuple[Callable, Callable]:
-    widen, blocks = target.platform == "cpu", choose_blocks(spec, target)
-    smaller = choose_blocks(spec, target, CPU_GRAD_TILE)
+    on_cpu, blocks = target.platform == "cpu", choose_blocks(spec, target)
+    widen = sweep = on_cpu  # what a sweep keeps elsewhere would be in main memory
+    smaller = choose_grad_blocks(spec, target)
     return (
         functools.partial(online_attention_stats, spec, blocks, widen),
-        functools.partial(online_attention_grads, spec, grad, smaller, widen, widen),
+        functools.partial(online_attention_grads, spec, grad, smaller, widen, sweep),
     )
 
 
 def _temp_bytes(spec: AttentionSpec, grad: GradSpec, target: Target) -> int:
-    """Transposed k and v, the sums of the gradients, and about four tiles."""
+    """Transposed k and v, the sums of the gradients, about four tiles, and those kept.
+
+    A softcap, or a function of the scores, has the scores kept too.
+    """
     wide = spec.compute_dtype.itemsize
-    tile = math.prod(choose_blocks(spec, target)) * spec.group
+    blocks = choose_grad_blocks(spec, target)
+    tile = math.prod(blocks) * spec.group
+    kept = 0
+    if target.platform == "cpu" and blocks.keys < spec.k_len:
+        each = 2 if spec.named and spec.softcap is None else 3
+        kept = each * math.prod(blocks[:3]) * spec.group * spec.k_len
     keys = spec.batch * spec.k_len * spec.kv_heads
     of_keys = keys * (spec.head_dim + spec.value_dim)
     operand = product_dtypes(spec, target.platform == "cpu")[0].itemsize
     sums = {"k": keys * spec.head_dim, "v": keys * spec.value_dim}
     sums |= {number: math.prod(spec.sides[number].shape) for number in grad.sides}
     summed = sum(sums.get(name, 0) for name in grad.wanted)
-    return of_keys * operand + (summed + 4 * tile) * wide
+    return of_keys * operand + (summed + 4 * tile + kept) * wide
 
 
 GRAD = GradImplementation(

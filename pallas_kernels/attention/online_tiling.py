@@ -24,7 +24,12 @@ CPU_ROWS = 256  # of a tile: queries times the heads that share a key
 CPU_KEYS = 512
 CPU_BAND_KEYS = 256  # with a causal mask or window: less of a tile is hidden
 CPU_TILE = 1 << 19  # scores, 2 MiB of float32: the second-level caches of two cores
-CPU_GRAD_TILE = 1 << 18  # the backward half has several tiles in hand at once
+# The backward half has several tiles in hand at once, and needs whole rows: in one
+# tile, or in several that it keeps, which takes a fifth to a half more time but leaves
+# out what a causal mask or window hides (benchmarks/online_attention_grad_cpu.py).
+CPU_GRAD_TILE = 1 << 18
+CPU_GRAD_KEPT = 1 << 20
+CPU_GRAD_ROWS = 64  # at least, for whole rows in one tile
 # Elsewhere a tile goes through main memory, and only its size matters.
 ACCELERATOR_QUERIES = 1024
 ACCELERATOR_KEYS = 1024
@@ -44,15 +49,12 @@ class Blocks(NamedTuple):
     keys: int
 
 
-def choose_blocks(
-    spec: AttentionSpec, target: Target, scores: int = CPU_TILE
-) -> Blocks:
+def choose_blocks(spec: AttentionSpec, target: Target) -> Blocks:
     """Returns the tile for a site: analytic, nothing is timed.
 
     Args:
       spec: the site.
       target: CPU tiles fit its caches, others are limited in size only.
-      scores: how many a tile on a CPU may have.
     """
     if target.platform != "cpu":
         queries = min(spec.q_len, ACCELERATOR_QUERIES)
@@ -64,12 +66,35 @@ def choose_blocks(
     longest = CPU_BAND_KEYS if banded else CPU_KEYS
     # Few rows, as in decoding: longer key blocks, for as many scores in a tile.
     keys = _even_block(spec.k_len, longest * max(CPU_ROWS // rows, 1))
-    pairs = max(scores // (rows * keys), 1)
-    kv_heads = tiles.largest_divisor(spec.kv_heads, pairs)
-    batch = 1
-    if kv_heads == spec.kv_heads:
-        batch = tiles.largest_divisor(spec.batch, pairs // kv_heads)
-    return Blocks(batch, kv_heads, queries, keys)
+    return Blocks(*_pairs(spec, CPU_TILE // (rows * keys)), queries, keys)
+
+
+def choose_grad_blocks(spec: AttentionSpec, target: Target) -> Blocks:
+    """Returns the tile of the backward half, as `choose_blocks` does."""
+    if target.platform != "cpu":
+        return choose_blocks(spec, target)
+    rows = spec.group * min(spec.q_len, max(CPU_GRAD_ROWS // spec.group, 1))
+    banded = spec.band != (None, None)
+    whole = CPU_BAND_KEYS if banded else CPU_GRAD_TILE // rows
+    keys, scores = spec.k_len, CPU_GRAD_TILE
+    if keys > whole:
+        keys = _even_block(keys, CPU_BAND_KEYS if banded else CPU_KEYS)
+        scores = CPU_GRAD_KEPT
+    most = min(max(scores // spec.k_len, 16), CPU_ROWS)
+    queries = _even_block(spec.q_len, max(most // spec.group, 1))
+    rows = queries * spec.group
+    return Blocks(*_pairs(spec, scores // (rows * spec.k_len)), queries, keys)
+
+
+def _pairs(spec: AttentionSpec, limit: int) -> tuple[int, int]:
+    """Returns block sizes along B and K that divide theirs, of `limit` pairs at most.
+
+    Several batch elements only if all heads are in one block.
+    """
+    kv_heads = tiles.largest_divisor(spec.kv_heads, limit)
+    if kv_heads < spec.kv_heads:
+        return 1, kv_heads
+    return tiles.largest_divisor(spec.batch, limit // kv_heads), kv_heads
 
 
 def _even_block(length: int, limit: int) -> int:
