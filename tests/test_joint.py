@@ -166,7 +166,15 @@ CHECKPOINTS = {
 
 @pytest.mark.parametrize("loop", ["scan", "python"])
 @pytest.mark.parametrize("around", ["core", "layer"])
-@pytest.mark.parametrize("policy", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(
+            name, marks=[] if name in ("nothing", "dots") else pytest.mark.slow
+        )
+        for name in CHECKPOINTS
+    ],
+)
 def test_checkpoints_and_loops(policy, around, loop):
     core, block = attention, layer
     if policy != "none":
