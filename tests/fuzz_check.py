@@ -189,8 +189,37 @@ def _quickly_equal(got, want, dtype: str) -> bool:
     return True
 
 
-def _judge(got, want, true, dtype: str) -> tuple[str, float]:
+# Rounding of one operation in each type.
+ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
+
+
+def _sensitivity(case: Case, text: str, inputs, true) -> list[np.ndarray]:
+    """Returns how far each result moves when its inputs are rounded otherwise.
+
+    A program of a narrow type can not tell its inputs from their neighbors, so no
+    order of its operations is better than that.
+    """
+    moved = [np.zeros_like(x) for x in true]
+    for seed in range(3):
+        rng = np.random.default_rng((case.seed, seed))
+        near = [
+            x * (1 + ROUNDING[case.dtype] * rng.choice([-1.0, 1.0], x.shape))
+            if x.dtype.kind == "f"
+            else x
+            for x in map(np.asarray, inputs)
+        ]
+        for number, one in enumerate(_float64(execute(text, near, False))):
+            moved[number] = np.fmax(moved[number], np.abs(one - true[number]))
+    return moved
+
+
+def _judge(got, want, true, dtype: str, moved=None) -> tuple[str, float]:
     """Compares with float64 as the truth: at most twice the original's error.
+
+    Args:
+      got, want, true: results of the rewritten program, the original, and float64.
+      dtype: of the program.
+      moved: see `_sensitivity`; allowed on top, if given.
 
     Returns:
       What is wrong, or "", and the largest error as a part of what is allowed.
@@ -212,6 +241,8 @@ def _judge(got, want, true, dtype: str) -> tuple[str, float]:
         own = np.abs(two[sound] - three[sound]).max(initial=0.0)
         error = np.abs(one[sound] - three[sound]).max(initial=0.0)
         limit = 2 * own + allowed
+        if moved is not None:
+            limit += 2 * moved[i][sound].max(initial=0.0)
         share = error / limit if limit > 0 else float(error > 0)
         worst = max(worst, share)
         if error > limit:
@@ -257,5 +288,9 @@ def check(case: Case, passes: str = "default", compiled: bool | None = None) -> 
             true_text, true_inputs = lowered(case, wide=True)
             true = _float64(execute(true_text, true_inputs, False))
         verdict.wrong, verdict.error = _judge(got, want, true, case.dtype)
+        if np.isfinite(verdict.error) and verdict.wrong and case.dtype != "float64":
+            moved = _sensitivity(case, true_text, true_inputs, true)
+            judged = _judge(got, want, true, case.dtype, moved)
+            verdict.wrong, verdict.error = judged
     verdict.seconds = time.perf_counter() - start
     return verdict
