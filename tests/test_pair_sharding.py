@@ -15,6 +15,8 @@ from hlo_tools import StableHloModule
 from hlo_tools.driver import run_passes
 from hlo_tools.targets import Target
 
+pytestmark = pytest.mark.slow
+
 MESHES = {
     "data": {"data": 8},
     "fsdp": {"fsdp": 8},
@@ -82,7 +84,7 @@ class Compiled:
         for site in self.sites:
             assert site.status == "bound", site.reason
             assert site.implementation == "online"
-        found = [site for site in self.sites if "gradient" in site.attributes]
+        found = [site for site in self.sites if site.gradient_bound]
         assert len(found) == gradients
 
     def assert_same_results(self):
