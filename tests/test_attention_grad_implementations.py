@@ -420,6 +420,7 @@ def test_cost_of_plain_code(size: tuple) -> None:
 CROSSOVERS = {
     "cpu, long": ("cpu", {"t": 1024, "s": 1024, "k": 8, "g": 1}, True),
     "cpu, causal": ("cpu", {"t": 512, "s": 512, "k": 8, "causal": True}, True),
+    "cpu, short": ("cpu", {"t": 128, "s": 128, "k": 12, "g": 1}, False),
     "cpu, tiny": ("cpu", {"t": 32, "s": 32, "b": 8, "k": 4, "g": 1}, False),
     "h200": ("h200", {"t": 2048, "s": 2048}, False),
 }

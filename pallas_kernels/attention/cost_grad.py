@@ -32,8 +32,12 @@ CPU_TILES_MASK = 1.0e-9
 CPU_TILES_KEPT = 8.0e-9
 # Calls of the backward half for one tile [cpu].
 CPU_TILE_CALLS = 6
-# A site of one tile is much the same as XLA's own code: 0.9 to 1.1 times as fast [cpu].
+# A site of one tile takes much the same time as XLA's own code, 0.87 to 1.05 of it; of
+# that in a narrow dtype, which is converted to and fro, 0.57 to 0.77 [cpu].
 CPU_ONE_TILE = 0.97
+CPU_ONE_TILE_NARROW = 0.8
+# Seconds a multiplication in XLA's own loops for a product: 0.3e-9 to 1.2e-9 [cpu].
+CPU_SLOW_PRODUCT = 0.5e-9
 # Buffers of the scores' size in XLA's own code: 3 to 4 [cpu].
 CPU_NAIVE_BUFFERS = 3
 # Against one forward pass where the products have few rows. Seen at one size only, one
@@ -48,10 +52,8 @@ def naive_grad_seconds(spec: AttentionSpec, grad: GradSpec, target: Target) -> f
     if target.platform == "cpu":
         if _few_rows(spec):
             return forward * CPU_FEW_ROWS
-        each = CPU_NAIVE + (CPU_NAIVE_MASK if modified else 0.0)
-        products = _product_seconds(spec, grad, target, again=False)
-        cores = min(cost.cores(target), cost.CPU_NAIVE_CORES)
-        return forward + products + each * spec.score_count / cores
+        seconds = _cpu_naive_seconds(spec, grad, target)
+        return seconds + _cpu_slow_product_seconds(spec, grad)
     sizes = _itemsize(spec.score_dtype) + _itemsize(spec.probs_dtype)
     traffic = NAIVE_PASSES * sizes
     if modified:
@@ -100,13 +102,35 @@ def online_grad_seconds(
         if _few_rows(spec):
             return forward * CPU_FEW_ROWS
         if second == (spec.batch, spec.kv_heads, spec.q_len, spec.k_len):
-            return CPU_ONE_TILE * naive_grad_seconds(spec, grad, target)
+            part = CPU_ONE_TILE
+            if _itemsize(spec.score_dtype) < spec.compute_dtype.itemsize:
+                part = CPU_ONE_TILE_NARROW
+            return part * _cpu_naive_seconds(spec, grad, target)
         return forward + _cpu_tiles_seconds(spec, grad, target, second)
     part, _ = cost.online_tiles(spec, *first)
     # All of it beside the products is traffic and calls, as in the forward half.
     products = _product_seconds(spec, grad, target, again=True)
     rest = forward - cost.matmul_seconds(spec, target) * part / cost.MATMUL_EFFICIENCY
     return forward + products * part / cost.MATMUL_EFFICIENCY + ONLINE_PASSES * rest
+
+
+def _cpu_naive_seconds(spec: AttentionSpec, grad: GradSpec, target: Target) -> float:
+    each = CPU_NAIVE + (CPU_NAIVE_MASK if cost.is_modified(spec) else 0.0)
+    products = _product_seconds(spec, grad, target, again=False)
+    cores = min(cost.cores(target), cost.CPU_NAIVE_CORES)
+    elementwise = each * spec.score_count / cores
+    return cost.naive_seconds(spec, target) + products + elementwise
+
+
+def _cpu_slow_product_seconds(spec: AttentionSpec, grad: GradSpec) -> float:
+    """Returns what the product for the gradient of k costs where XLA has no library's.
+
+    That is so in bfloat16 and with batch and head dims; XLA drops those of 1.
+    """
+    slow = spec.score_dtype == spec.k_dtype == "bfloat16"
+    if not slow or "k" not in grad.wanted or min(spec.batch, spec.heads) == 1:
+        return 0.0
+    return CPU_SLOW_PRODUCT * spec.score_count * spec.head_dim
 
 
 def _cpu_tiles_seconds(
