@@ -299,6 +299,7 @@ def conclude(rows: list[dict], reports: dict) -> None:
             f"{where}: {row['bound']} sites bound; {ms / plain_ms:.2f}x the time and"
             f" {temp / max(plain_temp, 1e-9):.2f}x the temporary memory of jax.jit."
         )
+        print(f"  {report.summary_line()}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

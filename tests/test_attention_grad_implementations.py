@@ -6,8 +6,9 @@ absolute term counts in units of the largest gradient, if that is above 1.
 
 import dataclasses
 import functools
+import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -195,15 +196,40 @@ IMPLEMENTATIONS: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("implementation", "name", "dtype"),
-    [
-        (implementation, name, dtype)
-        for implementation, row in IMPLEMENTATIONS.items()
-        for name in row.sites
-        for dtype in row.dtypes
-    ],
+def all_but_first_slow(names: Iterable[str], *fast: str) -> list:
+    """Marks all names slow but the first and those given."""
+    first, *others = names
+    marked = [
+        name if name in fast else pytest.param(name, marks=pytest.mark.slow)
+        for name in others
+    ]
+    return [first, *marked]
+
+
+# In tiles, each of these adds something; the other sites are variations.
+FAST_SITES = (
+    "odd lengths",
+    "causal window, offset",
+    "softcap, causal",
+    "bias, mask, causal",
+    "score function only",
 )
+
+
+def gradient_cases() -> list:
+    """Returns all cases; the slow ones take two seconds each, by the dozen."""
+    cases = []
+    for implementation, row in IMPLEMENTATIONS.items():
+        for name, dtype in itertools.product(row.sites, row.dtypes):
+            fast = dtype == "float32" and name in FAST_SITES + BOUND_SITES
+            fast = fast and (row.build == online_in_tiles) == (name in FAST_SITES)
+            fast = fast or (name, dtype) == (DTYPE_SITES[-1], "bfloat16")
+            marks = [] if fast else [pytest.mark.slow]
+            cases.append(pytest.param(implementation, name, dtype, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("implementation", "name", "dtype"), gradient_cases())
 def test_gradients(implementation: str, name: str, dtype: str) -> None:
     site = make_grad_site(name, dtype)
     site.check(IMPLEMENTATIONS[implementation].build(site.site.spec, site.grad))
@@ -221,7 +247,7 @@ SUBSETS: dict[str, tuple[str, tuple[Wanted, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("subset", SUBSETS)
+@pytest.mark.parametrize("subset", all_but_first_slow(SUBSETS, "any order"))
 def test_subsets(subset: str) -> None:
     name, wanted = SUBSETS[subset]
     site = make_grad_site(name, wanted=wanted)
@@ -297,7 +323,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("wide", MIXED)
+@pytest.mark.parametrize("wide", all_but_first_slow(MIXED))
 @pytest.mark.parametrize("accelerator", [True, False])
 def test_mixed_dtypes(wide: str, accelerator: bool) -> None:
     """The gradient is as exact as the site's own also where the result is rounded."""
@@ -318,7 +344,7 @@ SATURATED = {
 }
 
 
-@pytest.mark.parametrize("name", SATURATED)
+@pytest.mark.parametrize("name", all_but_first_slow(SATURATED, "many tiles"))
 def test_saturated_softmax(name: str) -> None:
     """Scores near 100: most rows have all of their probability at one key.
 
@@ -396,6 +422,7 @@ def test_cost_of_plain_code(size: tuple) -> None:
 CROSSOVERS = {
     "cpu, long": ("cpu", {"t": 1024, "s": 1024, "k": 8, "g": 1}, True),
     "cpu, causal": ("cpu", {"t": 512, "s": 512, "k": 8, "causal": True}, True),
+    "cpu, short": ("cpu", {"t": 128, "s": 128, "k": 12, "g": 1}, False),
     "cpu, tiny": ("cpu", {"t": 32, "s": 32, "b": 8, "k": 4, "g": 1}, False),
     "h200": ("h200", {"t": 2048, "s": 2048}, False),
 }

@@ -4,6 +4,7 @@
 |---|---|---|
 | online.py | anything | online softmax in plain JAX, any scores, tile by tile: |
 | online_forward.py, online_backward.py | | its two halves, over the tiles of |
+| online_backward_tiles.py | | the loops and tiles of the backward half |
 | online_tiling.py | | blocks, and the scores of one tile |
 | online_grad.py | | both halves, as `Implementation.grad` |
 | rows.py | CPUs | the form of "online" for named scores, which XLA fuses whole |

@@ -23,19 +23,26 @@ NAIVE_PASSES_MODIFIED = 1
 # X again and writes and reads P, dP and dX. Counted, not measured.
 ONLINE_PASSES = 2.5
 
-# Seconds of one core a score in the backward half, beside the products [cpu].
-CPU_NAIVE = 11e-9
-CPU_NAIVE_MASK = 2.5e-9
-CPU_TILES = 3.8e-9
+# Seconds of one core a score in the backward half, beside the products [cpu]; more if
+# tiles are kept from a first sweep.
+CPU_NAIVE = 12.5e-9
+CPU_NAIVE_MASK = 1.5e-9
+CPU_TILES = 4.7e-9
 CPU_TILES_MASK = 1.0e-9
-# Calls of the backward half for one tile; with fewer than 64 keys and queries they
-# are most of its time [cpu].
+CPU_TILES_KEPT = 8.0e-9
+# Calls of the backward half for one tile [cpu].
 CPU_TILE_CALLS = 6
+# A site of one tile takes much the same time as XLA's own code, 0.87 to 1.05 of it; of
+# that in a narrow dtype, which is converted to and fro, 0.57 to 0.77 [cpu].
+CPU_ONE_TILE = 0.97
+CPU_ONE_TILE_NARROW = 0.8
+# Seconds a multiplication in XLA's own loops for a product: 0.3e-9 to 1.2e-9 [cpu].
+CPU_SLOW_PRODUCT = 0.5e-9
 # Buffers of the scores' size in XLA's own code: 3 to 4 [cpu].
 CPU_NAIVE_BUFFERS = 3
-# Against one forward pass where the products have few rows [cpu].
-CPU_FEW_ROWS_NAIVE = 3.0
-CPU_FEW_ROWS = 3.0
+# Against one forward pass where the products have few rows. Seen at one size only, one
+# query and 2048 keys [cpu]; no training step in practice has such a site.
+CPU_FEW_ROWS = 5.0
 
 
 def naive_grad_seconds(spec: AttentionSpec, grad: GradSpec, target: Target) -> float:
@@ -44,11 +51,9 @@ def naive_grad_seconds(spec: AttentionSpec, grad: GradSpec, target: Target) -> f
     modified = cost.is_modified(spec)
     if target.platform == "cpu":
         if _few_rows(spec):
-            return forward * CPU_FEW_ROWS_NAIVE
-        each = CPU_NAIVE + (CPU_NAIVE_MASK if modified else 0.0)
-        products = _product_seconds(spec, grad, target, again=False)
-        cores = min(cost.cores(target), cost.CPU_NAIVE_CORES)
-        return forward + products + each * spec.score_count / cores
+            return forward * CPU_FEW_ROWS
+        seconds = _cpu_naive_seconds(spec, grad, target)
+        return seconds + _cpu_slow_product_seconds(spec, grad)
     sizes = _itemsize(spec.score_dtype) + _itemsize(spec.probs_dtype)
     traffic = NAIVE_PASSES * sizes
     if modified:
@@ -80,27 +85,73 @@ def online_grad_seconds(
     spec: AttentionSpec,
     grad: GradSpec,
     target: Target,
-    batch: int,
-    kv_heads: int,
-    queries: int,
-    keys: int,
+    first: tuple[int, int, int, int],
+    second: tuple[int, int, int, int],
 ) -> float:
-    """Predicts the time of both halves of "online" in the tiles of its forward."""
-    size = batch, kv_heads, queries, keys
-    forward = cost.online_seconds(spec, target, *size)
-    part, tiles = cost.online_tiles(spec, *size)
+    """Predicts the time of both halves of "online".
+
+    Args:
+      spec: the site.
+      grad: what is wanted.
+      target: where.
+      first: batch, kv_heads, queries and keys of a tile of the forward half.
+      second: of the backward half.
+    """
+    forward = cost.online_seconds(spec, target, *first)
     if target.platform == "cpu":
         if _few_rows(spec):
             return forward * CPU_FEW_ROWS
-        each = CPU_TILES + (CPU_TILES_MASK if cost.is_modified(spec) else 0.0)
-        products = _product_seconds(spec, grad, target, again=True)
-        backward = products + each * spec.score_count / cost.cores(target)
-        calls = CPU_TILE_CALLS * max(tiles * part, 1)
-        return forward + backward * part + cost.CPU_CALL * calls
+        if second == (spec.batch, spec.kv_heads, spec.q_len, spec.k_len):
+            part = CPU_ONE_TILE
+            if _itemsize(spec.score_dtype) < spec.compute_dtype.itemsize:
+                part = CPU_ONE_TILE_NARROW
+            return part * _cpu_naive_seconds(spec, grad, target)
+        return forward + _cpu_tiles_seconds(spec, grad, target, second)
+    part, _ = cost.online_tiles(spec, *first)
     # All of it beside the products is traffic and calls, as in the forward half.
     products = _product_seconds(spec, grad, target, again=True)
     rest = forward - cost.matmul_seconds(spec, target) * part / cost.MATMUL_EFFICIENCY
     return forward + products * part / cost.MATMUL_EFFICIENCY + ONLINE_PASSES * rest
+
+
+def _cpu_naive_seconds(spec: AttentionSpec, grad: GradSpec, target: Target) -> float:
+    each = CPU_NAIVE + (CPU_NAIVE_MASK if cost.is_modified(spec) else 0.0)
+    products = _product_seconds(spec, grad, target, again=False)
+    cores = min(cost.cores(target), cost.CPU_NAIVE_CORES)
+    elementwise = each * spec.score_count / cores
+    return cost.naive_seconds(spec, target) + products + elementwise
+
+
+def _cpu_slow_product_seconds(spec: AttentionSpec, grad: GradSpec) -> float:
+    """Returns what the product for the gradient of k costs where XLA has no library's.
+
+    That is so in bfloat16 and with batch and head dims; XLA drops those of 1.
+    """
+    slow = spec.score_dtype == spec.k_dtype == "bfloat16"
+    if not slow or "k" not in grad.wanted or min(spec.batch, spec.heads) == 1:
+        return 0.0
+    return CPU_SLOW_PRODUCT * spec.score_count * spec.head_dim
+
+
+def _cpu_tiles_seconds(
+    spec: AttentionSpec,
+    grad: GradSpec,
+    target: Target,
+    size: tuple[int, int, int, int],
+) -> float:
+    """Predicts the time of the backward half of "online" on a CPU."""
+    queries, keys = size[2:]
+    each = CPU_TILES + (CPU_TILES_MASK if cost.is_modified(spec) else 0.0)
+    part = 1.0
+    if keys < spec.k_len:
+        each = CPU_TILES_KEPT
+        waste = (queries + keys) // 4 * (2 - spec.band.count(None))
+        part = cost.visible_scores(spec, waste) / spec.score_count
+    _, tiles = cost.online_tiles(spec, *size)
+    products = _product_seconds(spec, grad, target, again=True)
+    elementwise = each * spec.score_count / cost.cores(target)
+    calls = CPU_TILE_CALLS * max(tiles * part, 1)
+    return (products + elementwise) * part + cost.CPU_CALL * calls
 
 
 def _few_rows(spec: AttentionSpec) -> bool:

@@ -13,7 +13,6 @@ from pallas_kernels.attention import cost_grad
 from pallas_kernels.attention.online_backward import online_attention_grads
 from pallas_kernels.attention.online_forward import online_attention_stats
 from pallas_kernels.attention.online_tiling import (
-    choose_blocks,
     choose_grad_blocks,
     product_dtypes,
 )
@@ -26,20 +25,19 @@ def _supports(spec: AttentionSpec, grad: GradSpec, target: Target) -> str | None
 
 
 def _seconds(spec: AttentionSpec, grad: GradSpec, target: Target) -> float:
-    return cost_grad.online_grad_seconds(
-        spec, grad, target, *choose_blocks(spec, target)
-    )
+    blocks = choose_grad_blocks(spec, target)
+    return cost_grad.online_grad_seconds(spec, grad, target, *blocks)
 
 
 def _build(
     spec: AttentionSpec, grad: GradSpec, target: Target
 ) -> tuple[Callable, Callable]:
-    on_cpu, blocks = target.platform == "cpu", choose_blocks(spec, target)
-    widen = sweep = on_cpu  # what a sweep keeps elsewhere would be in main memory
-    smaller = choose_grad_blocks(spec, target)
+    # What a sweep keeps would be in main memory elsewhere.
+    widen = sweep = target.platform == "cpu"
+    first, second = choose_grad_blocks(spec, target)
     return (
-        functools.partial(online_attention_stats, spec, blocks, widen),
-        functools.partial(online_attention_grads, spec, grad, smaller, widen, sweep),
+        functools.partial(online_attention_stats, spec, first, widen),
+        functools.partial(online_attention_grads, spec, grad, second, widen, sweep),
     )
 
 
@@ -49,7 +47,7 @@ def _temp_bytes(spec: AttentionSpec, grad: GradSpec, target: Target) -> int:
     A softcap, or a function of the scores, has the scores kept too.
     """
     wide = spec.compute_dtype.itemsize
-    blocks = choose_grad_blocks(spec, target)
+    blocks = choose_grad_blocks(spec, target)[1]
     tile = math.prod(blocks) * spec.group
     kept = 0
     if target.platform == "cpu" and blocks.keys < spec.k_len:

@@ -27,6 +27,8 @@ CPU_TILE = 1 << 19  # scores, 2 MiB of float32: the second-level caches of two c
 # The backward half has several tiles in hand at once, and needs whole rows: in one
 # tile, or in several that it keeps, which takes a fifth to a half more time but leaves
 # out what a causal mask or window hides (benchmarks/online_attention_grad_cpu.py).
+# A small site is one tile in both halves: without loops XLA finds what they share.
+CPU_GRAD_SITE = 1 << 20
 CPU_GRAD_TILE = 1 << 18
 CPU_GRAD_KEPT = 1 << 20
 CPU_GRAD_ROWS = 64  # at least, for whole rows in one tile
@@ -69,10 +71,14 @@ def choose_blocks(spec: AttentionSpec, target: Target) -> Blocks:
     return Blocks(*_pairs(spec, CPU_TILE // (rows * keys)), queries, keys)
 
 
-def choose_grad_blocks(spec: AttentionSpec, target: Target) -> Blocks:
-    """Returns the tile of the backward half, as `choose_blocks` does."""
+def choose_grad_blocks(spec: AttentionSpec, target: Target) -> tuple[Blocks, Blocks]:
+    """Returns the tiles of both halves, as `choose_blocks` does."""
+    forward = choose_blocks(spec, target)
     if target.platform != "cpu":
-        return choose_blocks(spec, target)
+        return forward, forward
+    if spec.score_count <= CPU_GRAD_SITE:
+        site = Blocks(spec.batch, spec.kv_heads, spec.q_len, spec.k_len)
+        return site, site
     rows = spec.group * min(spec.q_len, max(CPU_GRAD_ROWS // spec.group, 1))
     banded = spec.band != (None, None)
     whole = CPU_BAND_KEYS if banded else CPU_GRAD_TILE // rows
@@ -83,7 +89,8 @@ def choose_grad_blocks(spec: AttentionSpec, target: Target) -> Blocks:
     most = min(max(scores // spec.k_len, 16), CPU_ROWS)
     queries = _even_block(spec.q_len, max(most // spec.group, 1))
     rows = queries * spec.group
-    return Blocks(*_pairs(spec, scores // (rows * spec.k_len)), queries, keys)
+    pairs = _pairs(spec, scores // (rows * spec.k_len))
+    return forward, Blocks(*pairs, queries, keys)
 
 
 def _pairs(spec: AttentionSpec, limit: int) -> tuple[int, int]:
