@@ -37,7 +37,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 COST_MODELS = {"hlo_tools.attention": "pallas_kernels.attention.cost"}
 # the same for a site with its backward pass: naive_grad_seconds(spec, grad, target) ...
 GRAD_COST_MODELS = {"hlo_tools.attention": "pallas_kernels.attention.cost_grad"}
-# composite -> its function that makes an implementation fit for guarded sites
+# composite -> guarded(implementation, spec), which makes one fit for a guarded site
 GUARDS = {"hlo_tools.attention": "pallas_kernels.attention.guard:guarded"}
 
 # An implementation must be predicted to take at most this part of XLA's time ...
@@ -103,7 +103,7 @@ def choose(
     candidates, able = [], []
     for name, implementation in load_implementations(composite).items():
         if spec.guarded:
-            implementation = _load(GUARDS[composite])(implementation)
+            implementation = _load(GUARDS[composite])(implementation, spec)
         run: Any = implementation if grad is None else implementation.grad
         if target.platform not in implementation.platforms:
             reason = f"runs on {', '.join(implementation.platforms)} only"

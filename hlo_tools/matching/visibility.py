@@ -35,8 +35,7 @@ def name_pieces(builder: Builder, match: AttentionMatch) -> None:
     why = ""
     if pieces.named and not never_empty and not uniform:
         why = "a row without visible keys would depend on the mask's exact value"
-    hides = band != Band(None, None) or bool(data_masks)
-    if pieces.named and hides and not _are_mild(match, pieces):
+    if pieces.named and not _are_mild(match, pieces):
         why = "a bias of unknown size may hide every key that the mask leaves"
     match.pieces = pieces
     if pieces.named:
@@ -58,7 +57,7 @@ def guard(match: AttentionMatch, why: str) -> None:
     axes, pieces = match.axes, match.pieces
     sizes = dim_size(axes.rows), dim_size(axes.keys)
     assert match.band is not None
-    low = pieces.weakest_fill is not None and pieces.weakest_fill <= GUARDED_FILL
+    low = pieces.weakest_fill is None or pieces.weakest_fill <= GUARDED_FILL
     match.guarded = low and sees_a_key(match.band, *sizes)
     if not match.guarded:
         match.pieces = Scores(named=False, why=why)
