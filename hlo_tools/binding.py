@@ -39,6 +39,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 COST_MODELS = {"hlo_tools.attention": "pallas_kernels.attention.cost"}
 # the same for a site with its backward pass: naive_grad_seconds(spec, grad, target) ...
 GRAD_COST_MODELS = {"hlo_tools.attention": "pallas_kernels.attention.cost_grad"}
+# composite -> guarded(implementation, spec), which makes one fit for a guarded site
+GUARDS = {"hlo_tools.attention": "pallas_kernels.attention.guard:guarded"}
 
 # An implementation must be predicted to take at most this part of XLA's time ...
 FASTER = 0.95
@@ -53,11 +55,12 @@ def load_implementations(composite: str) -> dict[str, Implementation]:
     rows = dict(IMPLEMENTATIONS.get(composite, {}))
     for entry in importlib.metadata.entry_points(group=composite):
         rows.setdefault(entry.name, entry.value)
-    loaded = {}
-    for name, place in rows.items():
-        module, _, attribute = place.partition(":")
-        loaded[name] = getattr(importlib.import_module(module), attribute)
-    return loaded
+    return {name: _load(place) for name, place in rows.items()}
+
+
+def _load(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ def choose(
         baseline, baseline_bytes = cost.naive_grad_seconds, cost.naive_grad_temp_bytes
     candidates, able = [], []
     for name, implementation in load_implementations(composite).items():
+        if spec.guarded:
+            implementation = _load(GUARDS[composite])(implementation, spec)
         run: Any = implementation if grad is None else implementation.grad
         if target.platform not in implementation.platforms:
             reason = f"runs on {', '.join(implementation.platforms)} only"

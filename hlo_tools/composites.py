@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 # A masked score of at most this has probability zero beside any real score:
 # float32 exp is 0 below -104, so a visible score would have to be under -9896.
 NEGLIGIBLE_FILL = -1e4
+# Limits of a guarded site: a visible key has a bias of at least LOWEST_BIAS, no key
+# one above HIGHEST_BIAS, and every mask lowers or fills by GUARDED_FILL or more. So a
+# hidden key stays 2e4 below a visible one whether the bias is added to the fill or
+# not, which scores within +-9900 can not make up for; and all of it is in float16.
+LOWEST_BIAS, HIGHEST_BIAS, GUARDED_FILL = -1e4, 2e4, -5e4
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,15 @@ class AttentionSpec:
       has_mask: `mask_fn` gives a mask.
       mask_fill: the score where a key is masked or not visible.
       named: the fields above say all about X. Otherwise only `score_mod` is exact.
+      guarded: they are proven only for inputs where every query sees a key whose
+        bias is not mask-like; otherwise `exact_mod` says what the site computes.
       rows_never_empty: proven that every query sees a key. A row that sees none is
         the average of all v if `mask_fill` is finite, and NaN if it is -inf.
       sides: the side operands, in order.
       score_mod: function of (scores [b,K,G,t,s], sides, q_pos int32 [t], k_pos int32
         [s]) -> X, on any tile, with the sides sliced to it, in the dtype of `scores`.
         None is allowed when `named`: the fields are used.
+      exact_mod: the same, exact for any inputs; None unless `guarded`.
       bias_fn: function of (sides, q_pos, k_pos) -> rank 5, broadcastable to the tile.
       mask_fn: the same, bool, without the causal and window part.
     """
@@ -106,9 +114,11 @@ class AttentionSpec:
     has_mask: bool = False
     mask_fill: float | None = None
     named: bool = True
+    guarded: bool = False
     rows_never_empty: bool = True
     sides: tuple[SideSpec, ...] = ()
     score_mod: Any = None
+    exact_mod: Any = None
     bias_fn: Any = None
     mask_fn: Any = None
 
@@ -212,6 +222,8 @@ COMPOSITES: dict[str, Composite] = {
             "value_dim": "Dv, last dim of the result",
             "dtype": "of q",
             "named": "whether the attributes say all about the scores",
+            "guarded": "whether they do only if every query sees a key, which is "
+            "checked at run time; absent if not",
             "scale": "factor of the scores",
             "softcap": "c of c * tanh(x / c); absent without one",
             "causal": "key j is visible to query i only if j <= i + offset",
@@ -266,8 +278,9 @@ def modified_scores(
     Returns:
       [b,K,G,t,s], in the dtype of `scores`.
     """
-    if spec.score_mod is not None:
-        return spec.score_mod(scores, sides, q_pos, k_pos)
+    exact = spec.exact_mod if spec.guarded else spec.score_mod
+    if exact is not None:
+        return exact(scores, sides, q_pos, k_pos)
     dtype = scores.dtype
     x = scores * jnp.asarray(spec.scale, dtype)
     if spec.softcap is not None:

@@ -36,8 +36,6 @@ from hlo_tools.targets import Target
 from pallas_kernels.attention import cost_grad, online, online_backward, online_tiling
 from pallas_kernels.attention.online_forward import online_attention_stats
 
-pytestmark = pytest.mark.slow
-
 GRAD = online.IMPLEMENTATION.grad
 assert GRAD is not None
 

@@ -55,6 +55,7 @@ class AttentionMatch:
       band: what the masks of positions alone let through, merged.
       data_masks: the masks that depend on data.
       rows_never_empty: proven that every query sees a key.
+      guarded: the pieces hold only where every query sees a key.
       gradients: the backward passes of the site.
       axes: the index atoms by role.
       members: the values that belong to the site.
@@ -78,6 +79,7 @@ class AttentionMatch:
     band: masks.Band | None = None
     data_masks: list[Expr] = field(default_factory=list)
     rows_never_empty: bool = False
+    guarded: bool = False
     gradients: list[GradMatch] = field(default_factory=list)
 
 

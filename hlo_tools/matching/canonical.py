@@ -82,6 +82,7 @@ class CanonicalSite:
         if match.pieces.named:
             # positions alone are told by causal, window and offset
             roots = [expr for _, expr in match.pieces.biases] + match.data_masks
+            roots += [match.scores] if match.guarded else []
         nodes = {id(node): node for root in roots for node in root.walk()}
         return sorted(nodes.values(), key=lambda node: node.serial)
 
@@ -147,9 +148,11 @@ class CanonicalSite:
             has_mask=bool(match.data_masks),
             mask_fill=pieces.fill,
             named=pieces.named,
+            guarded=match.guarded,
             rows_never_empty=match.rows_never_empty,
             sides=sides,
             score_mod=self._score_mod(factor),
+            exact_mod=self._score_mod(factor) if match.guarded else None,
             bias_fn=self._bias_fn if pieces.named else None,
             mask_fn=self._mask_fn if pieces.named else None,
         )

@@ -42,8 +42,7 @@ from hlo_tools.matching.reader import (
     table_of,
 )
 from hlo_tools.matching.recomputed import products_of
-from hlo_tools.matching.scores import Scores
-from hlo_tools.matching.visibility import require_visible_keys
+from hlo_tools.matching.visibility import guard, require_visible_keys
 
 if TYPE_CHECKING:
     from hlo_tools.matching.attention import Attempt, AttentionMatch
@@ -106,12 +105,13 @@ class _Backward(Cotangents):
                 require_visible_keys(match)
             except NoMatchError:
                 return []  # rounding makes rows without keys no softmax there
-        if matches and match.pieces.named and not match.rows_never_empty:
+        may_be_empty = not match.rows_never_empty and not match.guarded
+        if matches and match.pieces.named and may_be_empty:
             self._check_empty_rows(matches)
         return matches
 
     def _check_empty_rows(self, matches: list[GradMatch]) -> None:
-        """Takes the names away where rows without keys would get another gradient.
+        """Guards the names where rows without keys would get another gradient.
 
         The softmax of such a row is uniform. A select stops its gradient at the masked
         scores, as the named form does; an added mask lets it through.
@@ -124,8 +124,7 @@ class _Backward(Cotangents):
             slope = derivative(self.polynomials, match.scores, node)
             if any((slope * mask - slope).terms for mask in masks):
                 why = "a row without visible keys passes its gradient to masked scores"
-                match.pieces = Scores(named=False, why=why)
-                match.band, match.data_masks = None, []
+                guard(match, why)
                 return
 
     def _try(self, method, *arguments) -> None:

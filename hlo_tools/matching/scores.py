@@ -36,6 +36,7 @@ class Scores:
       biases: pairs (factor, expression) added after the softcap.
       masks: boolean expressions; a key is visible where all are true.
       fill: what a masked score is, or None.
+      weakest_fill: the least of what each of the masks does to a score; or None.
       why: if not named, the operation that did not fit.
     """
 
@@ -45,6 +46,7 @@ class Scores:
     biases: list[tuple[float, Expr]] = field(default_factory=list)
     masks: list[Expr] = field(default_factory=list)
     fill: float | None = None
+    weakest_fill: float | None = None
     why: str = ""
 
 
@@ -187,6 +189,7 @@ class _Walk:
         if not absorbs or several or twice or uncertain:
             self.inexact_empty_rows = True
         self.result.fill = min(value, self.result.fill or value)
+        self.result.weakest_fill = max(value, self.result.weakest_fill or value)
 
     inexact_empty_rows = False
     _added = False  # whether a mask was added on the way

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hlo_tools.composites import GUARDED_FILL
 from hlo_tools.matching.expressions import Builder, Expr
 from hlo_tools.matching.index_space import dim_size
 from hlo_tools.matching.masks import Band, band_of, sees_a_key
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def name_pieces(builder: Builder, match: AttentionMatch) -> None:
     """Fills in what the scores of a match consist of.
 
-    Sets ``pieces``, ``band``, ``data_masks`` and ``rows_never_empty``.
+    Sets ``pieces``, ``band``, ``data_masks``, ``rows_never_empty``, ``guarded``.
     """
     pieces, uniform = name_scores(builder, match.scores, match.score)
     axes = match.axes
@@ -34,15 +35,33 @@ def name_pieces(builder: Builder, match: AttentionMatch) -> None:
     why = ""
     if pieces.named and not never_empty and not uniform:
         why = "a row without visible keys would depend on the mask's exact value"
-    hides = band != Band(None, None) or bool(data_masks)
-    if pieces.named and hides and not _are_mild(match, pieces):
+    if pieces.named and not _are_mild(match, pieces):
         why = "a bias of unknown size may hide every key that the mask leaves"
-    if why:
-        pieces = Scores(named=False, why=why)
     match.pieces = pieces
     if pieces.named:
         match.band, match.data_masks = band, data_masks
         match.rows_never_empty = never_empty
+    if why:
+        guard(match, why)
+
+
+def guard(match: AttentionMatch, why: str) -> None:
+    """Limits the names of a match to inputs where every query sees a key.
+
+    The names go where no input is like that, or a mask is not low enough to tell.
+
+    Args:
+      match: a named one; changed.
+      why: what rows without a key do, as a sentence.
+    """
+    axes, pieces = match.axes, match.pieces
+    sizes = dim_size(axes.rows), dim_size(axes.keys)
+    assert match.band is not None
+    low = pieces.weakest_fill is None or pieces.weakest_fill <= GUARDED_FILL
+    match.guarded = low and sees_a_key(match.band, *sizes)
+    if not match.guarded:
+        match.pieces = Scores(named=False, why=why)
+        match.band, match.data_masks, match.rows_never_empty = None, [], False
 
 
 def _are_mild(match: AttentionMatch, pieces: Scores) -> bool:

@@ -188,6 +188,8 @@ def attributes_of(site: CanonicalSite) -> dict[str, object]:
         found["softcap"] = float(spec.softcap)
     if spec.mask_fill is not None:
         found["mask_fill"] = float(spec.mask_fill)
+    if spec.guarded:
+        found["guarded"] = True
     if not spec.named:
         found["score_function"] = site.match.pieces.why
     return found
