@@ -103,6 +103,10 @@ PROGRAMS = {
         lambda s, keys: s + added(keys, s.dtype)[:, None, None, :],
         keys_from(0, 7)[:, ::-1], keys_from(0, T),
     ),
+    "converted padding": (
+        lambda s, keys: s + added(keys, "float32").astype(s.dtype)[:, None, None, :],
+        keys_from(0, 7)[:, ::-1], keys_from(0, T),
+    ),
     "padded rows": (
         lambda s, keys: s + added(of_rows(keys), s.dtype),
         keys_from(0, 0), keys_from(0, 7),
@@ -114,8 +118,9 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+FAST = ("converted padding", "learned")
 SOME_SLOW = [
-    pytest.param(name, marks=() if name in ("padding", "learned") else pytest.mark.slow)
+    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
     for name in PROGRAMS
 ]
 

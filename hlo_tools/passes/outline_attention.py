@@ -15,7 +15,7 @@ from hlo_tools.matching.hops import Hops
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.outline import Region, erase_dead
 from hlo_tools.matching.products import value_products
-from hlo_tools.matching.reader import defining_op, shape_of
+from hlo_tools.matching.reader import defining_op, loop_invariant, shape_of
 from hlo_tools.module import StableHloModule, source_location
 from hlo_tools.pipeline import LEFT_ALONE, PassContext, split_sites
 from hlo_tools.report import NearMiss, SiteReport
@@ -233,17 +233,23 @@ def outline_site(
     outlined = _Outlined(match, region, composite, report, dependent)
     for gradient in match.gradients:
         try:
-            outlined.backward.append(_outline_gradient(module, gradient, report))
+            half = _outline_gradient(module, site, gradient, report)
+            outlined.backward.append(half)
         except NoMatchError as error:
             report.attributes["backward"] = error.reason
     return outlined
 
 
 def _outline_gradient(
-    module: StableHloModule, gradient: GradMatch, report: SiteReport
+    module: StableHloModule,
+    site: CanonicalSite,
+    gradient: GradMatch,
+    report: SiteReport,
 ) -> tuple[Region, ir.OpView]:
     """Replaces one backward pass by a composite."""
-    region = Region([o.value for o in gradient.outputs], [], gradient.members)
+    # both halves are to read the same operands: neither computes one from another
+    members = gradient.members - {loop_invariant(value) for value in site.values}
+    region = Region([o.value for o in gradient.outputs], [], members)
     anchor = region.place()
     number = report.id.partition(".")[2]
     function_name = _fresh_name(module, f"{GRADIENT}.{number}")
