@@ -157,48 +157,6 @@ def _badness(result: VerifyResult) -> tuple[bool, float]:
     return not result.passed, np.inf if np.isnan(error) else error
 
 
-def verify_texts(
-    reference: str,
-    candidate: str,
-    types: Sequence[jax.ShapeDtypeStruct],
-    places: Sequence[int],
-    platform: str,
-    tolerance: float,
-    largest_integer: int,
-    draws: int = 2,
-) -> VerifyResult:
-    """Runs two modules on the same random inputs.
-
-    Args:
-      reference: text of a module.
-      candidate: text of a module that should compute the same, in the same order.
-      types: arguments of the reference.
-      places: which of them, in order, the candidate takes.
-      platform: where to run.
-      tolerance: relative to the largest magnitude of each result of the reference.
-      largest_integer: bound of random integers.
-      draws: how many sets of inputs.
-
-    Returns:
-      The worst result of the worst draw; a draw that fails is the last.
-    """
-    found = []
-    for seed in range(draws):
-        inputs = random_inputs(types, seed, largest_integer)
-        want = run_text(reference, inputs, platform)
-        got = run_text(candidate, [inputs[place] for place in places], platform)
-        result = compare_all(got, want, tolerance)
-        how = f"{draws} sets of random inputs on {platform}"
-        if result.passed and not result.detail:
-            result = dataclasses.replace(result, detail=how)
-        elif result.passed:
-            result = dataclasses.replace(result, detail=f"{result.detail}; {how}")
-        found.append(result)
-        if not result.passed:
-            break
-    return worst(found)
-
-
 def rolled_back(name: str, result: VerifyResult) -> str:
     """Returns the reason of a site whose implementation failed its check."""
     return (

@@ -6,6 +6,7 @@ round in different places, and differ more from each other than from the truth.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,3 +172,45 @@ def program_tolerance(text: str, platform: str, gradient: bool = False) -> float
     """Returns the tolerance for the results of a program, by its narrowest type."""
     found = sorted(float_types(text))
     return tolerance_of(found, platform, gradient) if found else 0.0
+
+
+def verify_texts(
+    reference: str,
+    candidate: str,
+    types: Sequence[jax.ShapeDtypeStruct],
+    places: Sequence[int],
+    platform: str,
+    tolerance: float,
+    largest_integer: int,
+    draws: int = 2,
+) -> VerifyResult:
+    """Runs two modules on the same random inputs.
+
+    Args:
+      reference: text of a module.
+      candidate: text of a module that should compute the same, in the same order.
+      types: arguments of the reference.
+      places: which of them, in order, the candidate takes.
+      platform: where to run.
+      tolerance: of `Reference.judge`.
+      largest_integer: bound of random integers.
+      draws: how many sets of inputs.
+
+    Returns:
+      The worst result of the worst draw; a draw that fails is the last.
+    """
+    found = []
+    for seed in range(draws):
+        inputs = random_inputs(types, seed, largest_integer)
+        want = Reference.of(reference, inputs, platform)
+        got = run_text(candidate, [inputs[place] for place in places], platform)
+        result = want.judge(got, tolerance)
+        how = f"{draws} sets of random inputs on {platform}"
+        if result.passed and not result.detail:
+            result = dataclasses.replace(result, detail=how)
+        elif result.passed:
+            result = dataclasses.replace(result, detail=f"{result.detail}; {how}")
+        found.append(result)
+        if not result.passed:
+            break
+    return worst(found)

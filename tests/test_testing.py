@@ -9,7 +9,7 @@ import pytest
 import hlo_tools
 from hlo_tools import binding, verify
 from hlo_tools.testing import assert_equivalent, assert_golden, measure_gain, normalized
-from hlo_tools.verify_program import argument_types, widened
+from hlo_tools.verify_program import argument_types, verify_texts, widened
 
 WRONG = "inline-calls,bisect_fixtures:SubtractForAdd,normalize,outline-attention"
 WRONG += ",bind-kernels,inline-composites,clean"
@@ -229,10 +229,10 @@ def test_texts_of_several_results():
 
     one = text(lambda x: (x, x * 2))
     other = text(lambda x: (x, x * 2.5))
-    same = verify.verify_texts(one, one, [x], [0], "cpu", 1e-6, 1)
+    same = verify_texts(one, one, [x], [0], "cpu", 1e-6, 1)
     assert same.passed
     assert same.detail == "result 0 of 2; 2 sets of random inputs on cpu"
-    found = verify.verify_texts(one, other, [x], [0], "cpu", 1e-6, 1)
+    found = verify_texts(one, other, [x], [0], "cpu", 1e-6, 1)
     assert not found.passed
     assert found.detail.startswith("result 1 of 2")
     assert found.max_error == pytest.approx(0.25)

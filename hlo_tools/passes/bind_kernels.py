@@ -23,6 +23,7 @@ from hlo_tools.pipeline import LEFT_ALONE, PassContext
 from hlo_tools.report import SiteReport
 from hlo_tools.sharding_plan import UnshardableSiteError
 from hlo_tools.sharding_propagation import site_shardings
+from hlo_tools.verify_program import verify_texts
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def _verified(
     types = [struct_of(value) for value in arguments]
     lowered = lower_site(site, None, implementation, context, None)
     spec = site.spec
-    report.verify = verify.verify_texts(
+    report.verify = verify_texts(
         verify.module_of_function(function),
         lowered.text,
         types,

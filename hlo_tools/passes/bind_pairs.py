@@ -23,6 +23,7 @@ from hlo_tools.passes.saved_values import SavedValues
 from hlo_tools.pipeline import PassContext
 from hlo_tools.report import SiteReport
 from hlo_tools.sharding_plan import ShardingPlan, UnshardableSiteError
+from hlo_tools.verify_program import verify_texts
 
 
 def struct_of(value) -> jax.ShapeDtypeStruct:
@@ -248,7 +249,7 @@ class _Halves:
         lowered = binding.lower_function(both, types, name, None)
         spec = self.site.spec
         dtypes = (spec.q_dtype, spec.score_dtype, spec.probs_dtype, spec.out_dtype)
-        return verify.verify_texts(
+        return verify_texts(
             self.pair.proof.text,
             lowered.text,
             types,
