@@ -42,6 +42,41 @@ def undone(op, value):
     return stablehlo.ReshapeOp(op.operands[0].type, value).result
 
 
+def hoist(values: Sequence[Any], first: ir.Operation, own: set) -> None:
+    """Moves up what computes some values, to before an operation.
+
+    Args:
+      values: of its block, or of blocks around it.
+      first: the operation.
+      own: results that only exist from there on.
+
+    Raises:
+      NoMatchError: one of the values depends on them.
+    """
+    moved: list[ir.Operation] = []
+    seen: set = set()
+
+    def need(value) -> None:
+        op = defining_op(value)
+        if op is None or value in seen:
+            return
+        seen.add(value)
+        op = op.operation
+        if op.block != first.block or op.is_before_in_block(first):
+            return
+        if value in own or (list(op.regions) and op.name not in _MOVABLE):
+            raise NoMatchError("an operand depends on the gradients")
+        for operand in op.operands:
+            need(operand)
+        if op.results[0] not in {m.results[0] for m in moved}:
+            moved.append(op)
+
+    for value in values:
+        need(value)
+    for op in moved:
+        op.move_before(first)
+
+
 class Region:
     """The operations between some inputs and some outputs.
 
@@ -130,29 +165,7 @@ class Region:
         for op in outs[1:]:
             if op.is_before_in_block(first):
                 first = op
-        own = set(self.values)
-        moved: list[ir.Operation] = []
-        seen: set = set()
-
-        def need(value) -> None:
-            op = defining_op(value)
-            if op is None or value in seen:
-                return
-            seen.add(value)
-            op = op.operation
-            if op.block != first.block or op.is_before_in_block(first):
-                return
-            if value in own or (list(op.regions) and op.name not in _MOVABLE):
-                raise NoMatchError("an operand depends on the gradients")
-            for operand in op.operands:
-                need(operand)
-            if op.results[0] not in {m.results[0] for m in moved}:
-                moved.append(op)
-
-        for operand in self.operands:
-            need(operand)
-        for op in moved:
-            op.move_before(first)
+        hoist(self.operands, first, set(self.values))
         return first
 
     def depending_on(self, source) -> set:

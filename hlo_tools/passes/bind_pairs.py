@@ -17,6 +17,7 @@ from hlo_tools.gradients import GradImplementation
 from hlo_tools.matching.canonical import DTYPE_NAMES
 from hlo_tools.matching.joint import Arguments, JointSite, joint_module, prove_joint
 from hlo_tools.matching.outcome import NoMatchError
+from hlo_tools.matching.outline import hoist
 from hlo_tools.matching.reader import dtype_of, shape_of
 from hlo_tools.module import StableHloModule
 from hlo_tools.passes.saved_values import SavedValues
@@ -102,6 +103,7 @@ class PairBinder:
         Raises:
           NoMatchError: the backward pass can not get at what it needs.
         """
+        _put_in_order(pair)
         saved = SavedValues(pair.forward, pair.backward, pair.arguments.hops)
         halves = _Halves(pair, plan, implementation, self.context)
         if self.context.verify and not self._verified(halves, report):
@@ -156,6 +158,20 @@ class PairBinder:
         report.reason = verify.rolled_back(halves.implementation.name, report.verify)
         verify.announce(report)
         return False
+
+
+def _put_in_order(pair: Pair) -> None:
+    """Moves the forward pass up if the backward pass comes first.
+
+    Gradients may take nothing but probabilities and a cotangent, and the result may
+    be wanted much later.
+
+    Raises:
+      NoMatchError: the forward pass needs the gradients.
+    """
+    forward, backward = pair.forward, pair.backward
+    if forward.block == backward.block and backward.is_before_in_block(forward):
+        hoist(list(forward.results), backward, set(backward.results))
 
 
 class _Halves:
