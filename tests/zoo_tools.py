@@ -12,28 +12,27 @@ from hlo_tools.module import StableHloModule
 from hlo_tools.verify import run_text
 
 _ALGORITHM = re.compile(r", algorithm = <[^>]*>")
-_HEX = re.compile(r'dense<"?0x([0-9A-Fa-f]+)"?> : tensor<([0-9x]*)(bf16|f32)>')
+_HEX = re.compile(r'dense<"?0x([0-9A-Fa-f]+)"?> : tensor<([0-9x]*)(bf16|f16|f32)>')
 
 
 def widened(text: str) -> str:
-    """Returns a program with float64 in the place of float32 and bfloat16."""
+    """Returns a program with float64 in the place of narrower types."""
 
     def wider(found: re.Match) -> str:
         digits, shape, old = found.groups()
-        dtype = np.dtype("uint16" if old == "bf16" else "uint32")
+        dtype = np.dtype("uint32" if old == "f32" else "uint16")
         if '"' in found.group(0):  # a whole array, bytes in memory order
             bits = np.frombuffer(bytes.fromhex(digits), dtype)
         else:
             bits = np.asarray([int(digits, 16)], dtype)
-        if old == "bf16":
-            bits = bits.astype("uint32") << 16
-        wide = bits.astype("uint32").view("float32").astype("float64")
+        narrow = {"bf16": jax.numpy.bfloat16, "f16": "float16", "f32": "float32"}
+        wide = bits.view(narrow[old]).astype("float64")
         if '"' in found.group(0):
             return f'dense<"0x{wide.tobytes().hex().upper()}"> : tensor<{shape}f64>'
         return f"dense<0x{int(wide.view('uint64')[0]):016X}> : tensor<{shape}f64>"
 
     text = _HEX.sub(wider, _ALGORITHM.sub("", text))
-    return re.sub(r"(?<![a-zA-Z_])((?:\d+x)*)(?:bf16|f32)\b", r"\1f64", text)
+    return re.sub(r"(?<![a-zA-Z_])((?:\d+x)*)(?:bf16|f16|f32)\b", r"\1f64", text)
 
 
 def inputs_of(text: str, seed: int = 0) -> list[np.ndarray]:
