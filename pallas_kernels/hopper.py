@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -62,19 +61,18 @@ def tiled(shape: tuple[int, ...], dtype) -> Any:
     return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
 
 
-def product(a, b) -> jax.Array:
-    """Returns a @ b in float32.
+def interpreted_product(a: jax.Array, b) -> jax.Array:
+    """Returns a @ b in float32, for the interpret mode.
+
+    It knows no product whose left side is in registers.
 
     Args:
-      a: [m,k] in shared memory or registers.
+      a: [m,k].
       b: [k,n] in shared memory.
     """
-
-    def run(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    value = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+    plgpu.commit_smem()  # b was read by a thread, not by the tensor cores
+    return value
 
 
 def spread(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -108,14 +106,14 @@ def compiler_params() -> plgpu.CompilerParams:
     )
 
 
-def padded(array: jax.Array, dim: int, multiple: int) -> jax.Array:
-    """Returns an array with zeros after it, up to a multiple in one dimension."""
+def padded(array: jax.Array, dim: int, multiple: int, value: float = 0) -> jax.Array:
+    """Returns an array with `value` after it, up to a multiple in one dimension."""
     missing = -array.shape[dim] % multiple
     if not missing:
         return array
     widths = [(0, 0)] * array.ndim
     widths[dim] = (0, missing)
-    return jnp.pad(array, widths)
+    return jnp.pad(array, widths, constant_values=value)
 
 
 def multiprocessors() -> int:

@@ -148,7 +148,7 @@ class Compute:
         stage, before = self.stage(item, index), self.stage(item, index - 1)
         plgpu.barrier_wait(self.scratch["v_ready"].at[before])
         if self.kernel.interpret:
-            acc += hopper.product(p, self.scratch["v_tiles"].at[before])
+            acc += hopper.interpreted_product(p, self.scratch["v_tiles"].at[before])
             self.barriers.release(self.barriers.v_free + before)
             raw = self.product_with_keys(item, stage)
             p, alpha, top, total = self.softmax(item, index, raw, top, total, masked)
@@ -228,7 +228,7 @@ class Compute:
         """Returns acc + p v; waits for the keys of the tile `following` meanwhile."""
         values = self.scratch["v_tiles"].at[stage]
         if self.kernel.interpret:
-            acc += hopper.product(p, values)
+            acc += hopper.interpreted_product(p, values)
             self.await_tile("k", item, following)
         else:
 
@@ -244,7 +244,8 @@ class Compute:
         """Returns (p in the dtype of q, factor of what there is, top, total)."""
         key = index * self.kernel.config.block_kv
         tile = Tile(item.batch, item.head, item.query, key)
-        x, factor = self.scores.in_log2(raw, self.refs, tile, masked)
+        x, factor, _ = self.scores.capped(raw)
+        x, factor = self.scores.in_log2(x, factor, self.refs, tile, masked)
         new_top = jnp.maximum(top, x.max(axis=1) * factor)
         shift = new_top
         if self.scores.hides or self.kernel.problem.bias is not None:

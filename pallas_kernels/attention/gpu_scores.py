@@ -58,26 +58,32 @@ class Scores:
       problem: the problem.
       block_q: what the arrays are padded to along queries.
       block_kv: along keys, and the keys of a tile.
+      transposed: tiles of scores are [keys, queries].
     """
 
     problem: AttentionProblem
     block_q: int
     block_kv: int
+    transposed: bool = False
 
     def arrays(self, operands: Operands) -> list[jax.Array]:
         """Returns what a kernel reads beside q, k and v."""
         blocks = {2: self.block_q, 3: self.block_kv}
         found = {}
         if self.problem.bias is not None:
-            found["bias"] = _padded(operands.bias, blocks)
+            found["bias"] = self._turned(_padded(operands.bias, blocks))
         if self.problem.mask is not None:
-            found["mask"] = _padded(operands.mask.astype(jnp.int8), blocks)
+            mask = operands.mask.astype(jnp.int8)
+            found["mask"] = self._turned(_padded(mask, blocks))
         if self.problem.segments:
             found["q_segments"] = _padded(operands.q_segments, {1: self.block_q})
             found["k_segments"] = _padded(operands.k_segments, {1: self.block_kv})
         if self.problem.k_lengths:
             found["k_lengths"] = operands.k_lengths
         return list(found.values())
+
+    def _turned(self, array: jax.Array) -> jax.Array:
+        return array.swapaxes(2, 3) if self.transposed else array
 
     def named(self, refs) -> dict[str, Any]:
         """Returns the references of `arrays` by name."""
@@ -117,9 +123,7 @@ class Scores:
         """
         size = self.block_kv
         low, high = self.problem.band
-        keys = self.problem.k_len
-        if "k_lengths" in refs:
-            keys = jnp.clip(_scalar(refs["k_lengths"].at[batch]), 0, keys)
+        keys = self._keys(refs, batch)
         first, end, full_first, full_end = 0, keys, 0, keys
         if low is not None:
             first = lax.div(jnp.maximum(query + low, 0), size)
@@ -134,26 +138,75 @@ class Scores:
         full_first = jnp.clip(full_first, first, end)
         return Span(first, end, full_first, jnp.clip(full_end, full_first, end))
 
-    def in_log2(self, raw: jax.Array, refs: dict, tile: Tile, masked: bool):
-        """Returns (x, factor): x * factor are the scores in units of log(2).
+    def span_of_queries(self, refs: dict, batch, key, own, own_count: int) -> Span:
+        """Returns the tiles of queries that see a tile of keys.
 
         Args:
-          raw: float32 [rows, keys], q k^T.
+          refs: of `named`.
+          batch: of the keys.
+          key: the first of `block_kv` keys.
+          own, own_count: keys of one warpgroup, for the tiles without masks.
+        """
+        size, queries = self.block_q, self.problem.q_len
+        low, high = self.problem.band
+        first, end, full_first, full_end = 0, queries, 0, queries
+        if high is not None:
+            first = jnp.maximum(key - high, 0)
+            full_first = jnp.maximum(own + own_count - 1 - high, 0)
+        if low is not None:
+            end = jnp.clip(key + self.block_kv - low, 0, queries)
+            full_end = jnp.clip(own - low + 1, 0, queries)
+        keys = self._keys(refs, batch)
+        end = jnp.where(key < keys, end, 0)
+        first, end = lax.div(jnp.int32(first), size), _cdiv(end, size)
+        first = jnp.minimum(first, end)
+        if self.hides_by_data:
+            return Span(first, end, end, end)
+        # queries after the last one add nothing: a tile that has them can be full
+        full_end = jnp.where(full_end >= queries, end, lax.div(full_end, size))
+        whole = own + own_count <= keys
+        full_first = jnp.clip(_cdiv(full_first, size), first, end)
+        full_end = jnp.where(whole, full_end, full_first)
+        return Span(first, end, full_first, jnp.clip(full_end, full_first, end))
+
+    def _keys(self, refs: dict, batch):
+        """Returns how many keys there are."""
+        if "k_lengths" not in refs:
+            return jnp.int32(self.problem.k_len)
+        return jnp.clip(_scalar(refs["k_lengths"].at[batch]), 0, self.problem.k_len)
+
+    def capped(self, raw: jax.Array):
+        """Returns (x, factor, slope): x * factor are the scaled, capped scores.
+
+        Args:
+          raw: float32, q k^T.
+
+        Returns:
+          slope: of the cap there, or None.
+        """
+        cap = self.problem.softcap
+        if cap is None:
+            return raw, self.problem.scale, None
+        level = tanh(raw * (self.problem.scale / cap))
+        return level, cap, 1.0 - level * level
+
+    def in_log2(self, x: jax.Array, factor: float, refs: dict, tile: Tile, masked):
+        """Returns (y, factor): y * factor are the scores in units of log(2).
+
+        Args:
+          x, factor: of `capped`; [queries, keys], or [keys, queries] if transposed.
           refs: of `named`.
           tile: where they are.
           masked: whether any key may be hidden from a query; hidden ones get -inf.
         """
         problem = self.problem
-        x, factor = raw, problem.scale
-        if problem.softcap is not None:
-            x, factor = problem.softcap * tanh(x * (factor / problem.softcap)), 1.0
         if problem.bias is not None:
-            bias = self._load(refs["bias"], problem.bias, tile, raw.shape)
+            bias = self._load(refs["bias"], problem.bias, tile, x.shape)
             x, factor = x * factor + bias.astype(jnp.float32), 1.0
         if factor <= 0:  # the maximum is to be that of the scores
             x, factor = x * factor, 1.0
         if masked:
-            for visible in self._visible(refs, tile, raw.shape):
+            for visible in self._visible(refs, tile, x.shape):
                 x = jnp.where(visible, x, -jnp.inf)
         return x, factor * LOG2_E
 
@@ -161,46 +214,46 @@ class Scores:
         """Yields bool [rows, keys]: where a key is visible."""
         problem = self.problem
         low, high = problem.band
-        distance = hopper.iota(shape, 1) - hopper.iota(shape, 0)
+        of_query, of_key = (1, 0) if self.transposed else (0, 1)
+        distance = hopper.iota(shape, of_key) - hopper.iota(shape, of_query)
         if low is not None:
             yield distance >= low + tile.query - tile.key
         if high is not None:
             yield distance <= high + tile.query - tile.key
-        keys = problem.k_len
-        if "k_lengths" in refs:
-            keys = jnp.minimum(_scalar(refs["k_lengths"].at[tile.batch]), keys)
         if problem.k_lengths or problem.k_len % self.block_kv:
-            yield hopper.iota(shape, 1) < keys - tile.key
+            keys = self._keys(refs, tile.batch)
+            yield hopper.iota(shape, of_key) < keys - tile.key
         if problem.segments:
-            rows = _load(
-                refs["q_segments"].at[tile.batch, pl.ds(tile.query, shape[0])],
-                hopper.ROWS,
-            )
-            columns = _load(
-                refs["k_segments"].at[tile.batch, pl.ds(tile.key, shape[1])],
-                hopper.COLUMNS,
-            )
-            yield lax.broadcast_in_dim(rows, shape, [0]) == lax.broadcast_in_dim(
-                columns, shape, [1]
-            )
+            queries = refs["q_segments"].at[
+                tile.batch, pl.ds(tile.query, shape[of_query])
+            ]
+            keys = refs["k_segments"].at[tile.batch, pl.ds(tile.key, shape[of_key])]
+            yield _along(queries, of_query, shape) == _along(keys, of_key, shape)
         if problem.mask is not None:
-            mask = self._load(refs["mask"], problem.mask, tile, shape)
-            yield mask != 0
+            yield self._load(refs["mask"], problem.mask, tile, shape) != 0
 
     def _load(self, ref, full: tuple[int, ...], tile: Tile, shape: tuple[int, int]):
-        """Loads the part of a bias or mask that belongs to a tile, [rows, keys]."""
-        batch = 0 if full[0] == 1 else tile.batch
-        head = 0 if full[1] == 1 else tile.head
-        rows = 0 if full[2] == 1 else pl.ds(tile.query, shape[0])
-        keys = 0 if full[3] == 1 else pl.ds(tile.key, shape[1])
-        part = ref.at[batch, head, rows, keys]
-        if full[2] == 1 and full[3] == 1:
+        """Loads the part of a bias or mask that belongs to a tile."""
+        starts, whole = (tile.query, tile.key), full[2:]
+        if self.transposed:
+            starts, whole = starts[::-1], whole[::-1]
+        part = ref.at[
+            0 if full[0] == 1 else tile.batch,
+            0 if full[1] == 1 else tile.head,
+            0 if whole[0] == 1 else pl.ds(starts[0], shape[0]),
+            0 if whole[1] == 1 else pl.ds(starts[1], shape[1]),
+        ]
+        if whole == (1, 1):
             return jnp.broadcast_to(_scalar(part), shape)
-        if full[2] == 1:
-            return lax.broadcast_in_dim(_load(part, hopper.COLUMNS), shape, [1])
-        if full[3] == 1:
-            return lax.broadcast_in_dim(_load(part, hopper.ROWS), shape, [0])
+        if 1 in whole:
+            return _along(part, whole.index(1) ^ 1, shape)
         return _load(part, hopper.WGMMA)
+
+
+def _along(ref, dim: int, shape: tuple[int, int]) -> jax.Array:
+    """Loads a vector and repeats it, to [m,n]."""
+    layout = hopper.COLUMNS if dim else hopper.ROWS
+    return lax.broadcast_in_dim(_load(ref, layout), shape, [dim])
 
 
 def tanh(x: jax.Array) -> jax.Array:

@@ -1,0 +1,194 @@
+"""Attention on Hopper GPUs: the backward pass, in one kernel.
+
+A block keeps a tile of keys and values and takes one tile of queries after the other.
+Each compute warpgroup has 64 keys, and the gradients of these in registers. It computes
+scores as [keys, queries], so that P^T and dS^T are where the products for dV and dK
+want them. All warpgroups' dS^T meet in shared memory for dQ, of which each computes a
+part; the copy engine adds it to the others' in memory, in any order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import hopper
+from pallas_kernels.attention.gpu_backward_compute import Compute
+from pallas_kernels.attention.gpu_backward_plan import (
+    KEYS_OF_WARPGROUP,
+    BackwardConfig,
+    Kernel,
+    Side,
+)
+from pallas_kernels.attention.gpu_scores import LOG2_E, Scores
+from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operands
+
+
+def flash_backward(
+    problem: AttentionProblem,
+    config: BackwardConfig,
+    operands: Operands,
+    lse: jax.Array,
+    delta: jax.Array,
+    dout: jax.Array,
+    wants_bias: bool = False,
+    interpret: bool = False,
+) -> Gradients:
+    """Computes the gradients of attention.
+
+    Args:
+      problem: what; one that `gpu.unsupported` has nothing against.
+      config: how.
+      operands: the arrays.
+      lse: float32 [B,H,T], of the forward pass.
+      delta: float32 [B,H,T], the sum of out * dout over Dv.
+      dout: [B,T,H,Dv].
+      wants_bias: whether the gradient of the bias is wanted.
+      interpret: the kernel is to run in the interpret mode.
+
+    Returns:
+      The gradients, in the dtypes of the operands.
+    """
+    scores = Scores(problem, config.block_q, config.block_kv, transposed=True)
+    kernel = Kernel(problem, config, scores, wants_bias, interpret)
+    q, dout = (hopper.padded(x, 1, 8) for x in (operands.q, dout))
+    k, v = (hopper.padded(x, 1, 8) for x in (operands.k, operands.v))
+    # A query without keys has -inf, which is to make all probabilities zero.
+    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E)
+    lse = hopper.padded(lse, 2, config.block_q, math.inf)
+    delta = hopper.padded(delta, 2, config.block_q)
+    # whole tiles: those of the last queries are added as they are
+    shape = hopper.padded(q, 1, config.block_q).shape
+    dq = jax.new_ref(jnp.zeros(shape, jnp.float32))
+    sums = [dq]
+    if wants_bias:
+        sums.append(jax.new_ref(jnp.zeros(_bias_shape(kernel), jnp.float32)))
+    run = plgpu.kernel(
+        functools.partial(_body, kernel),
+        out_type=(
+            jax.ShapeDtypeStruct(k.shape, k.dtype),
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+        ),
+        scratch_types=_scratch(kernel),
+        grid=(kernel.work,),
+        grid_names=("block",),
+        num_threads=config.compute_warpgroups + 1,
+        thread_name="wg",
+        compiler_params=hopper.compiler_params(),
+    )
+    dk, dv = run(q, k, v, dout, lse, delta, *scores.arrays(operands), *sums)
+    dq_sum = jax.freeze(dq)[:, : problem.q_len] * problem.scale
+    return Gradients(
+        q=dq_sum.astype(q.dtype),
+        k=dk[:, : problem.k_len],
+        v=dv[:, : problem.k_len],
+        bias=_bias_gradient(kernel, sums[1]) if wants_bias else None,
+    )
+
+
+def _bias_shape(kernel: Kernel) -> tuple[int, ...]:
+    """Returns the shape of the gradient of the bias as the kernel adds it up."""
+    problem = kernel.problem
+    assert problem.bias is not None
+    keys = kernel.tiles * kernel.config.block_kv
+    queries = pl.cdiv(problem.q_len, kernel.config.block_q) * kernel.config.block_q
+    return (*problem.bias[:2], keys, queries)
+
+
+def _bias_gradient(kernel: Kernel, total) -> jax.Array:
+    problem = kernel.problem
+    assert problem.bias is not None
+    full = jax.freeze(total)[..., : problem.k_len, : problem.q_len].swapaxes(2, 3)
+    for dim in (2, 3):
+        if problem.bias[dim] == 1:
+            full = full.sum(dim, keepdims=True)
+    return full.astype(problem.bias_dtype)
+
+
+def _scratch(kernel: Kernel) -> dict:
+    problem, config = kernel.problem, kernel.config
+    dtype = jnp.dtype(problem.dtype)
+    stages, rows = config.stages, config.block_q
+    part = config.dq_part(problem.head_dim)
+    groups = config.compute_warpgroups
+    bias = {}
+    if kernel.wants_bias:
+        shape = (groups, KEYS_OF_WARPGROUP, rows)
+        bias["dbias_tile"] = hopper.tiled(shape, jnp.float32)
+    return bias | {
+        "k_tile": hopper.tiled((groups, KEYS_OF_WARPGROUP, problem.head_dim), dtype),
+        "v_tile": hopper.tiled((groups, KEYS_OF_WARPGROUP, problem.value_dim), dtype),
+        "q_tiles": hopper.tiled((stages, rows, problem.head_dim), dtype),
+        "dout_tiles": hopper.tiled((stages, rows, problem.value_dim), dtype),
+        "lse_tiles": plgpu.SMEM((stages, rows), jnp.float32),
+        "delta_tiles": plgpu.SMEM((stages, rows), jnp.float32),
+        "ds_tiles": hopper.tiled((2, groups, KEYS_OF_WARPGROUP, rows), dtype),
+        "dq_tile": hopper.tiled((groups, *part), jnp.float32),
+        "kv_ready": plgpu.Barrier(num_arrivals=2 * groups),
+        "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "dout_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    }
+
+
+def _body(kernel: Kernel, q, k, v, dout, lse, delta, *rest, **scratch) -> None:
+    count = 2 if kernel.wants_bias else 1
+    *extra, dk, dv = rest
+    extra, sums = extra[: len(extra) - count], extra[len(extra) - count :]
+    refs = kernel.scores.named(extra)
+    group = lax.axis_index("wg")
+    groups = kernel.config.compute_warpgroups
+    many, few = kernel.config.registers()
+    side = Side(kernel, refs, scratch)
+
+    @pl.when(group < groups)
+    def _():
+        plgpu.set_max_registers(many, action="increase")
+        Compute(side, dk, dv, sums).run(group)
+
+    @pl.when(group == groups)
+    def _():
+        plgpu.set_max_registers(few, action="decrease")
+        _copy(side, q, k, v, dout, lse, delta)
+
+
+def _copy(side: Side, q, k, v, dout, lse, delta) -> None:
+    """Copies the tile of keys, then all tiles of queries."""
+    scratch, config = side.scratch, side.kernel.config
+    span = side.span(side.key)
+    for group in range(config.compute_warpgroups):
+        keys = pl.ds(side.key + group * KEYS_OF_WARPGROUP, KEYS_OF_WARPGROUP)
+        for array, name in ((k, "k_tile"), (v, "v_tile")):
+            plgpu.copy_gmem_to_smem(
+                array.at[side.batch, keys, side.kv_head],
+                scratch[name].at[group],
+                scratch["kv_ready"],
+            )
+
+    def copy_tile(member, index, step):
+        stage = lax.rem(step, config.stages)
+        head = side.head(member)
+        rows = pl.ds(index * config.block_q, config.block_q)
+        hopper.sync(side.free + stage, side.everyone)
+        for array, name, ready in (
+            (q.at[side.batch, rows, head], "q_tiles", "q_ready"),
+            (lse.at[side.batch, head, rows], "lse_tiles", "q_ready"),
+            (dout.at[side.batch, rows, head], "dout_tiles", "dout_ready"),
+            (delta.at[side.batch, head, rows], "delta_tiles", "dout_ready"),
+        ):
+            plgpu.copy_gmem_to_smem(
+                array, scratch[name].at[stage], scratch[ready].at[stage]
+            )
+        return step + 1
+
+    def copy_head(member, step):
+        return lax.fori_loop(
+            span.first, span.end, functools.partial(copy_tile, member), step
+        )
+
+    side.each_head(copy_head, side.key * 0)

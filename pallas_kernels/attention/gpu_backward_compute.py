@@ -1,0 +1,207 @@
+"""The warpgroups of the backward kernel for Hopper GPUs that multiply."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import hopper
+from pallas_kernels.attention.gpu_backward_plan import KEYS_OF_WARPGROUP, Side
+from pallas_kernels.attention.gpu_scores import Span, Tile
+
+
+class Compute:
+    """A compute warpgroup.
+
+    Args:
+      side: what it shares with the others.
+      dk, dv: results in global memory.
+      sums: dQ, and the gradient of the bias if wanted, in global memory.
+    """
+
+    def __init__(self, side: Side, dk, dv, sums):
+        self.side, self.kernel, self.scratch = side, side.kernel, side.scratch
+        self.dk, self.dv, self.sums = dk, dv, sums
+        self.dtype = self.scratch["k_tile"].dtype
+        self.shape = (KEYS_OF_WARPGROUP, self.kernel.config.block_q)
+
+    def run(self, group) -> None:
+        """Computes the gradients of the tile of keys."""
+        side, problem = self.side, self.kernel.problem
+        for stage in range(self.kernel.config.stages):
+            hopper.arrive(side.free + stage, side.everyone)
+        own = side.key + group * KEYS_OF_WARPGROUP
+        span = side.span(own)
+        plgpu.barrier_wait(self.scratch["kv_ready"])
+        dk, dv = side.each_head(
+            functools.partial(self.each_tile, group, own, span),
+            (
+                hopper.zeros((KEYS_OF_WARPGROUP, problem.head_dim)),
+                hopper.zeros((KEYS_OF_WARPGROUP, problem.value_dim)),
+            ),
+        )
+        plgpu.wait_smem_to_gmem(0)
+        hopper.sync(side.together, side.compute_threads)
+        self.write(group, own, dk * problem.scale, dv)
+
+    def each_tile(self, group, own, span: Span, member, state):
+        """Takes one tile of queries of a head after the other."""
+        step = functools.partial(self.step, group, own, span, member)
+        masked, plain = functools.partial(step, True), functools.partial(step, False)
+        if not self.kernel.scores.hides:
+            return lax.fori_loop(span.first, span.end, plain, state)
+        if self.kernel.scores.hides_by_data:
+            return lax.fori_loop(span.first, span.end, masked, state)
+        state = lax.fori_loop(span.first, span.full_first, masked, state)
+        state = lax.fori_loop(span.full_first, span.full_end, plain, state)
+        return lax.fori_loop(span.full_end, span.end, masked, state)
+
+    def step(self, group, own, span: Span, member, masked, index, state):
+        """Adds what one tile of queries contributes."""
+        side, config = self.side, self.kernel.config
+        number = member * (span.end - span.first) + index - span.first
+        stage, slot = lax.rem(number, config.stages), lax.rem(number, 2)
+        tile = Tile(side.batch, side.head(member), index * config.block_q, own)
+        dk, dv = state
+        p, slope, dp = self.scores_and_products(group, stage, tile, masked)
+        delta = self.column("delta_tiles", stage)
+        dv, ds = self.add_values(dv, p, dp, delta, stage)
+        if self.kernel.wants_bias:
+            self.add_bias(group, tile, ds)
+        if slope is not None:
+            ds *= slope
+        ds = ds.astype(self.dtype)
+        self.scratch["ds_tiles"][slot, group] = ds
+        plgpu.commit_smem()
+        dk, dq = self.add_keys(dk, ds, group, stage, slot)
+        hopper.arrive(side.free + stage, side.everyone)
+        self.add_queries(group, tile, dq)
+        return dk, dv
+
+    def scores_and_products(self, group, stage, tile: Tile, masked):
+        """Returns P^T, the slope of the cap or None, and dP^T = v dout^T."""
+        scratch = self.scratch
+        plgpu.barrier_wait(scratch["q_ready"].at[stage])
+        q = scratch["q_tiles"].at[stage].transpose((1, 0))
+        dout = scratch["dout_tiles"].at[stage].transpose((1, 0))
+
+        def multiply(raw, products):
+            plgpu.wgmma(raw, scratch["k_tile"].at[group], q)
+            plgpu.barrier_wait(scratch["dout_ready"].at[stage])
+            plgpu.wgmma(products, scratch["v_tile"].at[group], dout)
+            if self.kernel.interpret:
+                scores = raw[...]
+            else:
+                scores = plgpu.wgmma_accumulator_load(raw, wait_n=1)
+            p, slope = self.probabilities(scores, stage, tile, masked)
+            return (p, products[...]) if slope is None else (p, products[...], slope)
+
+        acc = plgpu.ACC(self.shape, jnp.float32)
+        p, products, *slope = pl.run_scoped(multiply, acc, acc)
+        return p, slope[0] if slope else None, products
+
+    def probabilities(self, raw, stage, tile: Tile, masked):
+        """Returns P^T, and the slope of the cap or None."""
+        scores = self.kernel.scores
+        x, factor, slope = scores.capped(raw)
+        x, factor = scores.in_log2(x, factor, self.side.refs, tile, masked)
+        return jnp.exp2(x * factor - self.column("lse_tiles", stage)), slope
+
+    def column(self, name: str, stage) -> jax.Array:
+        """Loads a number a query and repeats it for all keys."""
+        numbers = plgpu.load(
+            self.scratch[name].at[stage], layout=hopper.COLUMNS, optimized=False
+        )
+        return lax.broadcast_in_dim(numbers, self.shape, [1])
+
+    def add_values(self, dv, p, dp, delta, stage):
+        """Returns dV + P^T dout, and dS^T = P^T * (dP^T - delta)."""
+        dout, narrow = self.scratch["dout_tiles"].at[stage], p.astype(self.dtype)
+        if self.kernel.interpret:
+            dv += hopper.interpreted_product(narrow, dout)
+            return dv, p * (dp - delta)
+
+        def multiply(refs):
+            dv, ds = refs
+            plgpu.wgmma(dv, narrow, dout)
+            ds[...] = p * (ds[...] - delta)
+
+        return pl.run_state(multiply)((plgpu.ACC.init(dv), dp))
+
+    def add_keys(self, dk, ds, group, stage, slot):
+        """Returns dK + dS^T q, and this warpgroup's part of dS k."""
+        queries = self.scratch["q_tiles"].at[stage]
+        config, head_dim = self.kernel.config, self.kernel.problem.head_dim
+        part = config.dq_part(head_dim)
+
+        def multiply_all(dq):
+            hopper.sync(self.side.together, self.side.compute_threads)
+            for other in range(config.compute_warpgroups):
+                scores = self.scratch["ds_tiles"].at[slot, other]
+                keys = self.scratch["k_tile"].at[other]
+                if part[0] < config.block_q:
+                    scores = scores.at[:, pl.ds(group * part[0], part[0])]
+                if part[1] < head_dim:
+                    keys = keys.at[:, pl.ds(group * part[1], part[1])]
+                plgpu.wgmma(dq, scores.transpose((1, 0)), keys)
+
+        def multiply(dq):
+            if self.kernel.interpret:
+                total = dk + hopper.interpreted_product(ds, queries)
+                multiply_all(dq)
+                return total, dq[...]
+
+            def with_keys(dk):
+                plgpu.wgmma(dk, ds, queries)
+                multiply_all(dq)
+
+            return pl.run_state(with_keys)(plgpu.ACC.init(dk)), dq[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC(part, jnp.float32))
+
+    def add_queries(self, group, tile: Tile, dq) -> None:
+        """Adds this warpgroup's part of dQ in memory."""
+        rows, columns = self.kernel.config.dq_part(self.kernel.problem.head_dim)
+        query, column = tile.query, group * columns
+        if rows < self.kernel.config.block_q:
+            query, column = tile.query + group * rows, 0
+        target = self.sums[0].at[
+            tile.batch, pl.ds(query, rows), tile.head, pl.ds(column, columns)
+        ]
+        self.add(dq, self.scratch["dq_tile"].at[group], target)
+
+    def add_bias(self, group, tile: Tile, ds) -> None:
+        """Adds the gradient of the bias in memory."""
+        shape = self.kernel.problem.bias
+        target = self.sums[1].at[
+            0 if shape[0] == 1 else tile.batch,
+            0 if shape[1] == 1 else tile.head,
+            pl.ds(tile.key, self.shape[0]),
+            pl.ds(tile.query, self.shape[1]),
+        ]
+        self.add(ds, self.scratch["dbias_tile"].at[group], target)
+
+    def add(self, value, staging, target) -> None:
+        """Adds a tile in global memory, in any order with other blocks."""
+        if self.kernel.interpret:  # it knows no copy that adds
+            target[...] += value
+            return
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = value
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+
+    def write(self, group, own, dk, dv) -> None:
+        """Writes the gradients of the keys and values."""
+        side, rows = self.side, pl.ds(own, KEYS_OF_WARPGROUP)
+        for value, name, target in ((dk, "k_tile", self.dk), (dv, "v_tile", self.dv)):
+            tile = self.scratch[name].at[group]
+            tile[...] = value.astype(self.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tile, target.at[side.batch, rows, side.kv_head])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,106 @@
+"""How the backward kernel for Hopper GPUs is cut, and what its warpgroups share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.experimental.pallas as pl
+from jax import lax
+
+from pallas_kernels import hopper
+from pallas_kernels.attention.gpu_scores import Scores, Span
+from pallas_kernels.attention.problem import AttentionProblem
+
+KEYS_OF_WARPGROUP = 64
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward kernel is cut.
+
+    Attributes:
+      block_q: queries of a tile: 64, or 64 for each compute warpgroup.
+      stages: tiles of queries that are in shared memory at a time.
+      compute_warpgroups: each keeps 64 keys.
+    """
+
+    block_q: int = 64
+    stages: int = 2
+    compute_warpgroups: int = 2
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a block."""
+        return KEYS_OF_WARPGROUP * self.compute_warpgroups
+
+    def registers(self) -> tuple[int, int]:
+        """Registers of a compute thread and of a copying one."""
+        return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.compute_warpgroups]
+
+    def dq_part(self, head_dim: int) -> tuple[int, int]:
+        """Rows and columns of dQ that a warpgroup computes."""
+        if self.block_q == 64 * self.compute_warpgroups:
+            return 64, head_dim
+        return self.block_q, head_dim // self.compute_warpgroups
+
+
+@dataclass(frozen=True)
+class Kernel:
+    problem: AttentionProblem
+    config: BackwardConfig
+    scores: Scores
+    wants_bias: bool
+    interpret: bool
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of keys of one head."""
+        return pl.cdiv(self.problem.k_len, self.config.block_kv)
+
+    @property
+    def work(self) -> int:
+        """Tiles of keys in all."""
+        return self.problem.batch * self.problem.kv_heads * self.tiles
+
+    def place(self):
+        """Returns (batch, key-value head, first key) of the block."""
+        number = lax.axis_index("block")
+        tile = lax.rem(number, self.tiles)
+        rest = lax.div(number, self.tiles)
+        if self.problem.band[1] is None and self.problem.band[0] is not None:
+            tile = self.tiles - 1 - tile  # the longest come first
+        heads = self.problem.kv_heads
+        return (
+            lax.div(rest, heads),
+            lax.rem(rest, heads),
+            tile * self.config.block_kv,
+        )
+
+
+class Side:
+    """What both kinds of warpgroups know."""
+
+    def __init__(self, kernel: Kernel, refs: dict, scratch: dict):
+        self.kernel, self.refs, self.scratch = kernel, refs, scratch
+        self.batch, self.kv_head, self.key = kernel.place()
+        groups = kernel.config.compute_warpgroups
+        self.together = groups + 2  # Pallas's own barriers come before
+        self.free = self.together + 1
+        self.compute_threads = hopper.WARPGROUP * groups
+        self.everyone = self.compute_threads + hopper.WARPGROUP
+
+    def span(self, own) -> Span:
+        """Returns the tiles of queries that the block needs."""
+        return self.kernel.scores.span_of_queries(
+            self.refs, self.batch, self.key, own, KEYS_OF_WARPGROUP
+        )
+
+    def head(self, member):
+        """Returns a query head of the block's key-value head."""
+        return self.kv_head * self.kernel.problem.group + member
+
+    def each_head(self, body, state):
+        """Folds body(member, state) over the query heads."""
+        if self.kernel.problem.group == 1:
+            return body(0, state)
+        return lax.fori_loop(0, self.kernel.problem.group, body, state)
