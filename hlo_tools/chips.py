@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hlo_tools.errors import UnsupportedError
 from hlo_tools.targets import DeviceSpec
 
-KIB, MIB, GIGA, TERA = 1 << 10, 1 << 20, 1e9, 1e12
+KIB, MIB, GIGA = 1 << 10, 1 << 20, 1e9
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ _HOPPER_SOURCES = {
     "fmas": _THROUGHPUT + ", 9.0",
     "smem_bytes": _BANKS,
     "l2_bytes": _HOPPER,
-    "l2_bandwidth": "published microbenchmarks of an H100 PCIe, 5.5 to 5.7 TB/s"
-    " (Chips and Cheese, 2023); to be measured on an H200",
+    "l2_bandwidth": "not published: 5120 bytes a cycle, as the A100's; attention"
+    " kernels move 5.5 TB/s of it, so it is more than that; to be measured",
 }
 _AMPERE_SOURCES = {
     "cores": _AMPERE,
@@ -118,7 +118,7 @@ def _hopper(cores: int, clock: float) -> GpuChip:
     return GpuChip(
         cores=cores, clock=clock, smem_per_core=228 * KIB, smem_per_block=227 * KIB,
         registers=1 << 16, matmul_flops=4096, exps=16, fmas=128, smem_bytes=128,
-        l2_bytes=50 * MIB, l2_bandwidth=5.5 * TERA, sources=_HOPPER_SOURCES,
+        l2_bytes=50 * MIB, l2_bandwidth=5120 * clock, sources=_HOPPER_SOURCES,
     )  # fmt: skip
 
 
