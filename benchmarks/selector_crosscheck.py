@@ -314,14 +314,14 @@ def main() -> int:
             groups[f"paper D{depth}"] = [
                 row for row in groups["paper"] if row["problem"]["head_dim"] == depth
             ]
-        totals = {name: summary(members) for name, members in groups.items()}
+        totals = {name: summary(rows) for name, rows in groups.items() if rows}
         # what is tokamax's own, its choices and times, stays out of the file
         ours = [
             {key: value for key, value in row.items() if key not in THEIRS}
             for row in compared
         ]
         results[kind] = {"skipped": skipped, "summary": totals, "rows": ours}
-        print(f"{kind}: {len(rows)} problems; skipped {skipped}")
+        print(f"{kind}: {len(compared)} problems; skipped {skipped}")
         for name, total in totals.items():
             print(
                 f"  {name:11s} hits {total['hits']}/{total['problems']}"
