@@ -32,8 +32,8 @@ _RATES = "so that head dims 128 and 256 have the ratio of their best H100 rates"
 _ESTIMATE = "an estimate, to be fitted"
 # benchmarks/selector_crosscheck.py
 _TILES = (
-    "a few values tried against the best tiles that tokamax 0.0.17 stores for an"
-    " H100; to be fitted"
+    "the best of some 50 settings against the tiles that tokamax 0.0.17 stores for"
+    " 72 shapes on an H100; to be fitted"
 )
 _ISSUE = "instructions counted in the algorithm; to be fitted"
 # name -> (value, source)
