@@ -16,12 +16,14 @@ CI_SMOKE := $(if $(filter true 1,$(CI)),test-jax012)
 # Two installs at once would write the same build folder.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-jax012 demo test test-all test-jax012 lint format clean
+.PHONY: help venv venv-jax012 demo test test-all test-compile test-jax012 lint format \
+  clean
 
 help:
 	@echo "make demo         train a small model under jax.jit and hlo_tools.jit"
 	@echo "make test         the fast tests (CI=true: also make test-jax012)"
 	@echo "make test-all     the slow tests too"
+	@echo "make test-compile every kernel, compiled for every device it is for"
 	@echo "make test-jax012  the smoke tests on the newest supported JAX"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's fixes and formatter, applied"
@@ -40,10 +42,15 @@ demo: venv
 	$(PYTHON_RUN) examples/02_zero_code.py
 
 test: venv $(CI_SMOKE)
-	$(PYTHON_RUN) -m pytest $(PYTEST_OPTIONS) -m "not slow" $(PYTEST_ARGS)
+	$(PYTHON_RUN) -m pytest $(PYTEST_OPTIONS) \
+	  -m "not slow and not compile_kernels" $(PYTEST_ARGS)
 
 test-all: venv $(CI_SMOKE)
 	$(PYTHON_RUN) -m pytest $(PYTEST_OPTIONS) $(PYTEST_ARGS)
+
+# In one process: libtpu is loaded once, and the compiles share its cores anyway.
+test-compile: venv
+	$(PYTHON_RUN) -m pytest -m compile_kernels tests/test_compile_kernels.py
 
 test-jax012: venv-jax012
 	$(VENV_JAX012)/bin/python -m pytest $(PYTEST_OPTIONS) -m "smoke and not slow"

@@ -61,3 +61,11 @@ class VerificationError(HloToolsError):
 
 class UnsupportedJaxError(HloToolsError):
     """The JAX at hand lacks something that the stage needs."""
+
+
+class KernelConfigError(HloToolsError):
+    """A kernel's configuration or problem that is malformed or can not run."""
+
+
+class MeasuredTableError(HloToolsError):
+    """A file of measured times that can not be read, or is of another format."""

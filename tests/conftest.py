@@ -51,3 +51,20 @@ def shared_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"no data folder at {path}; set HLO_TOOLS_SHARED to its path")
     return path.resolve()
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """The table of `test_compile_kernels.py`: what was compiled for what."""
+    outcomes = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            properties = dict(getattr(report, "user_properties", ()))
+            if "compiled" in properties:  # the last of a test's is what became of it
+                kernel, target, outcome = properties["compiled"]
+                outcomes[kernel, target] = outcome
+    if not outcomes:
+        return
+    terminalreporter.section("kernels compiled")
+    width = max(len(kernel) for kernel, _ in outcomes)
+    for (kernel, target), outcome in sorted(outcomes.items()):
+        terminalreporter.write_line(f"{kernel:{width}}  {target:6}  {outcome}")

@@ -70,7 +70,7 @@ def test_version_and_help(capsys) -> None:
     shown = capsys.readouterr().out
     assert cli.main([]) == 0
     assert capsys.readouterr().out == shown
-    for command in ("run", "opt", "explain", "bisect", "passes"):
+    for command in ("run", "opt", "explain", "bisect", "tune", "passes"):
         assert f"\n  {command} " in shown
         assert cli.main([command, "--help"]) == 0
         assert f"hlo-tools {command}" in capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_version_and_help(capsys) -> None:
     ("arguments", "message"),
     [
         (["exlpain", "x"], "unknown command 'exlpain'; did you mean explain?"),
-        (["frobnicate"], "known: bisect, explain, opt, passes, run"),
+        (["frobnicate"], "known: bisect, explain, opt, passes, run, tune"),
         (["opt", "x", "--taget", "cpu"], "unknown option '--taget'; did you mean --ta"),
         (["run", "--repot", "x.json", "a.py"], "did you mean --report"),
         (["--verion"], "did you mean --version"),

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hlo_tools.composites",
         "hlo_tools.gradients",
         "hlo_tools.targets",
+        "hlo_tools.chips",
         "hlo_tools.report",
         "hlo_tools.rewriting",
         "hlo_tools.matching",

@@ -11,6 +11,10 @@
 | cudnn.py, cudnn_grad.py | NVIDIA GPUs | cuDNN's fused attention |
 | tpu.py | TPUs | the flash and splash attention that ship inside JAX |
 | tpu_grad.py | TPUs | Pallas kernels for attention with its backward pass |
+| gpu_family.py | Hopper GPUs | configurations of our kernels, their limits and times: |
+| hopper_attention.py | | the work of each kernel, a tile at a time |
+| hopper_model.py, hopper_tiles.py | | what that takes; tiles, waves and traffic |
+| gpu_presets.py | | problems to measure |
 | cost.py | - | predicted times, of these and of XLA's own code |
 | cost_accelerators_grad.py | - | of cuDNN and the TPU kernels with a backward pass |
 | cost_grad.py | - | the same with the backward pass |

@@ -1,0 +1,111 @@
+"""Problems to measure the GPU attention kernels on, and their random arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.problem import AttentionProblem, Operands
+
+_TOKENS = 16384  # of a batch: as FlashAttention's published benchmarks
+
+
+def _problem(batch, length, heads, kv_heads, depth, **parts) -> AttentionProblem:
+    return AttentionProblem(
+        batch, length, length, heads, kv_heads, depth, parts.pop("value_dim", depth),
+        "bfloat16", scale=1 / math.sqrt(depth), **parts,
+    )  # fmt: skip
+
+
+def _grid() -> tuple[AttentionProblem, ...]:
+    """16 K tokens, 2048 wide, by length and head dim, full and causal."""
+    return tuple(
+        _problem(_TOKENS // length, length, 2048 // d, 2048 // d, d, causal=causal)
+        for length in (512, 1024, 2048, 4096, 8192, 16384)
+        for d in (64, 128, 256)
+        for causal in (False, True)
+    )
+
+
+def _features() -> tuple[AttentionProblem, ...]:
+    """Grouped heads, windows, softcaps, biases, uneven lengths, and few rows."""
+    return (
+        _problem(1, 16384, 64, 8, 128, causal=True),
+        _problem(4, 4096, 32, 8, 128, causal=True),
+        _problem(2, 8192, 32, 8, 128, causal=True, window=(1023, None)),
+        _problem(2, 8192, 16, 8, 256, causal=True, softcap=50.0),
+        _problem(8, 1000, 16, 16, 64),
+        _problem(16, 1024, 16, 16, 192, value_dim=128, causal=True),
+        _problem(8, 768, 4, 4, 64, bias=(1, 4, 768, 768), bias_dtype="bfloat16"),
+        _problem(1, 1024, 8, 8, 128, causal=True),
+    )
+
+
+def _small() -> tuple[AttentionProblem, ...]:
+    return _problem(1, 512, 4, 4, 64), _problem(1, 512, 4, 2, 128, causal=True)
+
+
+PRESETS: Mapping[str, Callable[[], tuple[AttentionProblem, ...]]] = {
+    "grid": _grid,
+    "features": _features,
+    "small": _small,
+}
+
+
+def make_operands(problem: AttentionProblem, seed: int) -> Operands:
+    """Returns random arrays for a problem.
+
+    Args:
+      problem: what is computed.
+      seed: of the random numbers.
+    """
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    b, t, s, h, k = (
+        problem.batch, problem.q_len, problem.k_len, problem.heads, problem.kv_heads,
+    )  # fmt: skip
+
+    def normal(shape, dtype: str | None = problem.dtype):
+        return jax.random.normal(next(keys), shape, dtype)
+
+    def segments(length):
+        return jnp.broadcast_to(
+            jnp.arange(length, dtype=jnp.int32) * 4 // length, (b, length)
+        )
+
+    return Operands(
+        q=normal((b, t, h, problem.head_dim)),
+        k=normal((b, s, k, problem.head_dim)),
+        v=normal((b, s, k, problem.value_dim)),
+        bias=normal(problem.bias, problem.bias_dtype) if problem.bias else None,
+        mask=jax.random.bernoulli(next(keys), 0.9, problem.mask)
+        if problem.mask
+        else None,
+        q_segments=segments(t) if problem.segments else None,
+        k_segments=segments(s) if problem.segments else None,
+        q_lengths=jnp.full((b,), t, jnp.int32) if problem.q_lengths else None,
+        k_lengths=jnp.full((b,), s, jnp.int32) if problem.k_lengths else None,
+        sinks=normal((h,), "float32") if problem.sinks else None,
+    )
+
+
+def forward_inputs(problem: AttentionProblem, seed: int) -> tuple[Any, ...]:
+    """Returns (operands,)."""
+    return (make_operands(problem, seed),)
+
+
+def backward_inputs(problem: AttentionProblem, seed: int) -> tuple[Any, ...]:
+    """Returns (operands, out [B,T,H,Dv], lse float32 [B,H,T], dout [B,T,H,Dv]).
+
+    Times do not depend on the values, so `out` and `lse` are not those of the
+    operands: a large `lse` keeps all probabilities finite.
+    """
+    rows = (problem.batch, problem.q_len, problem.heads, problem.value_dim)
+    first, second = jax.random.split(jax.random.key(seed + 1))
+    lse = jnp.full((problem.batch, problem.heads, problem.q_len), 20.0, jnp.float32)
+    out = jax.random.normal(first, rows, problem.dtype)
+    dout = jax.random.normal(second, rows, problem.dtype)
+    return make_operands(problem, seed), out, lse, dout

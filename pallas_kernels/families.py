@@ -1,0 +1,32 @@
+"""The table of kernels with choices; a row is loaded when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+from hlo_tools.errors import UnknownNameError
+from pallas_kernels.kernel import KernelFamily
+
+# name -> "module:attribute" of a KernelFamily of that name
+FAMILIES: dict[str, str] = {
+    "attention-forward": "pallas_kernels.attention.gpu_family:FORWARD",
+    "attention-backward": "pallas_kernels.attention.gpu_family:BACKWARD",
+    "attention-backward-two-kernels": (
+        "pallas_kernels.attention.gpu_family:BACKWARD_TWO_KERNELS"
+    ),
+}
+
+
+def load_family(name: str) -> KernelFamily:
+    """Returns a row's family.
+
+    Args:
+      name: of the row.
+
+    Raises:
+      UnknownNameError: there is none; names the closest.
+    """
+    if name not in FAMILIES:
+        raise UnknownNameError("kernel family", name, FAMILIES)
+    module, _, attribute = FAMILIES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
