@@ -17,6 +17,8 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 # Shared memory of one block, in bytes: CUDA programming guide, compute capability 9.0.
 MAX_SHARED_BYTES = 227 * 1024
 WARPGROUP = 128
+# Every so many columns of an accumulator belong to the same threads.
+THREAD_COLUMNS = 8
 # The lower ones are Pallas's own.
 FIRST_BARRIER = 4
 LAST_BARRIER = 15

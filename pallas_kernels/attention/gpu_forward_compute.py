@@ -108,8 +108,15 @@ class Compute:
             acc = self.add_values(item, acc, p, stage, index + 1)
             return acc, top, total
 
+        span, banded = item.span, self.kernel.problem.band != (None, None)
         state = (self.no_values(), *self.no_sums())
-        return self.each_tile(step, item.span.first, item.span, state)
+        if not banded:
+            return self.each_tile(step, span.first, span, state)
+        self.skip(item, span.first, span.own_first)
+        own = span._replace(end=span.own_end)
+        state = self.each_tile(step, span.own_first, own, state)
+        self.skip(item, span.own_end, span.end)
+        return state
 
     def overlapped(self, item: _Item):
         """Begins the scores of a tile before the values of the one before."""
@@ -194,6 +201,20 @@ class Compute:
         state = lax.fori_loop(full_first, full_end, plain, state)
         return lax.fori_loop(full_end, span.end, masked, state)
 
+    def skip(self, item: _Item, first, end) -> None:
+        """Lets tiles go by of which this warpgroup's queries see no key."""
+
+        def one(index, _):
+            stage = self.stage(item, index)
+            self.barriers.release(self.barriers.k_free + stage)
+            self.barriers.pass_turn(item.group)
+            plgpu.barrier_wait(self.scratch["v_ready"].at[stage])
+            self.barriers.release(self.barriers.v_free + stage)
+            self.barriers.wait_turn(item.group)
+            self.await_tile("k", item, index + 1)
+
+        lax.fori_loop(first, end, one, None)
+
     def stage(self, item: _Item, index):
         """Returns where in shared memory a tile of keys is."""
         step = item.done + index - item.span.first
@@ -252,8 +273,15 @@ class Compute:
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         alpha = jnp.exp2(top - shift)
         p = jnp.exp2(x * factor - hopper.spread(shift, x.shape))
-        total = total * alpha + p.sum(axis=1)
+        total = self.grown(total, alpha, p)
         return p.astype(self.q_tile.dtype), alpha, new_top, total
+
+    def grown(self, total, alpha, p) -> jax.Array:
+        """Returns total * alpha and the sums of p, in each thread's own columns."""
+        total *= hopper.spread(alpha, total.shape)
+        for column in range(0, p.shape[1], hopper.THREAD_COLUMNS):
+            total += p[:, column : column + hopper.THREAD_COLUMNS]
+        return total
 
     def no_values(self) -> jax.Array:
         return hopper.zeros((ROWS_OF_WARPGROUP, self.kernel.problem.value_dim))
@@ -262,12 +290,13 @@ class Compute:
         """Returns the maximum and the sum of no keys."""
         return (
             hopper.row_vector(ROWS_OF_WARPGROUP, -math.inf),
-            hopper.row_vector(ROWS_OF_WARPGROUP, 0.0),
+            hopper.zeros((ROWS_OF_WARPGROUP, hopper.THREAD_COLUMNS)),
         )
 
     def write(self, item: _Item, acc, top, total) -> None:
         """Writes the result of one tile of queries; zeros where there is no key."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+        total = total.sum(axis=1)
         inverse = jnp.where(total == 0, 0.0, 1.0 / total)
         logsumexp = (top + jnp.log2(total)) * math.log(2)
         out_tile = self.out_tile.at[item.group]

@@ -27,13 +27,17 @@ class Span(NamedTuple):
 
     Attributes:
       first, end: tiles of which any query sees a key.
-      full_first, full_end: those of them of which each query sees every key.
+      full_first, full_end: those of them of which each of one warpgroup's queries sees
+        every key.
+      own_first, own_end: those of which any of these queries sees a key.
     """
 
     first: Any
     end: Any
     full_first: Any
     full_end: Any
+    own_first: Any
+    own_end: Any
 
 
 class Tile(NamedTuple):
@@ -125,18 +129,25 @@ class Scores:
         low, high = self.problem.band
         keys = self._keys(refs, batch)
         first, end, full_first, full_end = 0, keys, 0, keys
+        own_first, own_end = 0, keys
         if low is not None:
             first = lax.div(jnp.maximum(query + low, 0), size)
+            own_first = lax.div(jnp.maximum(own + low, 0), size)
             full_first = _cdiv(jnp.maximum(own + own_count - 1 + low, 0), size)
         if high is not None:
             end = jnp.clip(query + count + high, 0, keys)
+            own_end = jnp.clip(own + own_count + high, 0, keys)
             full_end = jnp.clip(own + high + 1, 0, keys)
-        end, full_end = _cdiv(end, size), lax.div(jnp.int32(full_end), size)
+        end, own_end = _cdiv(end, size), _cdiv(own_end, size)
+        full_end = lax.div(jnp.int32(full_end), size)
         first = jnp.minimum(first, end)
+        own_first = jnp.clip(own_first, first, end)
+        own_end = jnp.clip(own_end, own_first, end)
         if self.hides_by_data:
-            return Span(first, end, end, end)
-        full_first = jnp.clip(full_first, first, end)
-        return Span(first, end, full_first, jnp.clip(full_end, full_first, end))
+            return Span(first, end, own_end, own_end, own_first, own_end)
+        full_first = jnp.clip(full_first, own_first, own_end)
+        full_end = jnp.clip(full_end, full_first, own_end)
+        return Span(first, end, full_first, full_end, own_first, own_end)
 
     def span_of_queries(self, refs: dict, batch, key, own, own_count: int) -> Span:
         """Returns the tiles of queries that see a tile of keys.
@@ -161,13 +172,13 @@ class Scores:
         first, end = lax.div(jnp.int32(first), size), _cdiv(end, size)
         first = jnp.minimum(first, end)
         if self.hides_by_data:
-            return Span(first, end, end, end)
+            return Span(first, end, end, end, first, end)
         # queries after the last one add nothing: a tile that has them can be full
         full_end = jnp.where(full_end >= queries, end, lax.div(full_end, size))
         whole = own + own_count <= keys
         full_first = jnp.clip(_cdiv(full_first, size), first, end)
-        full_end = jnp.where(whole, full_end, full_first)
-        return Span(first, end, full_first, jnp.clip(full_end, full_first, end))
+        full_end = jnp.clip(jnp.where(whole, full_end, full_first), full_first, end)
+        return Span(first, end, full_first, full_end, first, end)
 
     def _keys(self, refs: dict, batch):
         """Returns how many keys there are."""
