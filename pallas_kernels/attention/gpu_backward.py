@@ -114,8 +114,7 @@ def _bias_gradient(kernel: Kernel, total) -> jax.Array:
 def _scratch(kernel: Kernel) -> dict:
     problem, config = kernel.problem, kernel.config
     dtype = jnp.dtype(problem.dtype)
-    q_stages, dout_stages = config.q_stages, config.dout_stages
-    rows = config.block_q
+    stages, rows = config.stages, config.block_q
     part = config.dq_part(problem.head_dim)
     groups = config.compute_warpgroups
     bias = {}
@@ -125,15 +124,15 @@ def _scratch(kernel: Kernel) -> dict:
     return bias | {
         "k_tile": hopper.tiled((groups, KEYS_OF_WARPGROUP, problem.head_dim), dtype),
         "v_tile": hopper.tiled((groups, KEYS_OF_WARPGROUP, problem.value_dim), dtype),
-        "q_tiles": hopper.tiled((q_stages, rows, problem.head_dim), dtype),
-        "dout_tiles": hopper.tiled((dout_stages, rows, problem.value_dim), dtype),
-        "lse_tiles": plgpu.SMEM((q_stages, rows), jnp.float32),
-        "delta_tiles": plgpu.SMEM((dout_stages, rows), jnp.float32),
+        "q_tiles": hopper.tiled((stages, rows, problem.head_dim), dtype),
+        "dout_tiles": hopper.tiled((stages, rows, problem.value_dim), dtype),
+        "lse_tiles": plgpu.SMEM((stages, rows), jnp.float32),
+        "delta_tiles": plgpu.SMEM((stages, rows), jnp.float32),
         "ds_tiles": hopper.tiled((2, groups, KEYS_OF_WARPGROUP, rows), dtype),
         "dq_tile": hopper.tiled((groups, *part), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=2 * groups),
-        "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=q_stages),
-        "dout_ready": plgpu.Barrier(num_arrivals=2, num_barriers=dout_stages),
+        "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "dout_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     }
 
 
@@ -172,21 +171,19 @@ def _copy(side: Side, q, k, v, dout, lse, delta) -> None:
             )
 
     def copy_tile(member, index, step):
+        stage = lax.rem(step, config.stages)
         head = side.head(member)
         rows = pl.ds(index * config.block_q, config.block_q)
-        in_place, in_rows = (side.batch, rows, head), (side.batch, head, rows)
-
-        def copy(name: str, tile, numbers, numbers_name: str, stages: int, free):
-            stage = lax.rem(step, stages)
-            hopper.sync(free + stage, side.everyone)
-            ready = scratch[f"{name}_ready"].at[stage]
-            plgpu.copy_gmem_to_smem(tile, scratch[f"{name}_tiles"].at[stage], ready)
-            plgpu.copy_gmem_to_smem(numbers, scratch[numbers_name].at[stage], ready)
-
-        copy("q", q.at[in_place], lse.at[in_rows], "lse_tiles", config.q_stages,
-             side.q_free)  # fmt: skip
-        copy("dout", dout.at[in_place], delta.at[in_rows], "delta_tiles",
-             config.dout_stages, side.dout_free)  # fmt: skip
+        hopper.sync(side.free + stage, side.everyone)
+        for array, name, ready in (
+            (q.at[side.batch, rows, head], "q_tiles", "q_ready"),
+            (lse.at[side.batch, head, rows], "lse_tiles", "q_ready"),
+            (dout.at[side.batch, rows, head], "dout_tiles", "dout_ready"),
+            (delta.at[side.batch, head, rows], "delta_tiles", "dout_ready"),
+        ):
+            plgpu.copy_gmem_to_smem(
+                array, scratch[name].at[stage], scratch[ready].at[stage]
+            )
         return step + 1
 
     def copy_head(member, step):

@@ -20,14 +20,12 @@ class BackwardConfig:
 
     Attributes:
       block_q: queries of a tile: 64, or 64 for each compute warpgroup.
-      q_stages: tiles of queries that are in shared memory at a time, at least 2.
-      dout_stages: tiles of the result's cotangent.
+      stages: tiles of queries that are in shared memory at a time.
       compute_warpgroups: each keeps 64 keys.
     """
 
     block_q: int = 64
-    q_stages: int = 3
-    dout_stages: int = 2
+    stages: int = 2
     compute_warpgroups: int = 2
 
     @property
@@ -87,8 +85,7 @@ class Side:
         self.batch, self.kv_head, self.key = kernel.place()
         groups = kernel.config.compute_warpgroups
         self.together = groups + 2  # Pallas's own barriers come before
-        self.q_free = self.together + 1
-        self.dout_free = self.q_free + kernel.config.q_stages
+        self.free = self.together + 1
         self.compute_threads = hopper.WARPGROUP * groups
         self.everyone = self.compute_threads + hopper.WARPGROUP
 
