@@ -167,7 +167,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-import hlo_tools
+from hlo_tools import StableHloModule
+from hlo_tools.driver import run_passes
+from hlo_tools.targets import Target
 from hlo_tools.verify import run_text
 from hlo_tools.verify_program import Reference
 
@@ -191,7 +193,9 @@ def main() -> int:
         if file.exists():
             rewritten = file.read_text()
         else:
-            rewritten = hlo_tools.rewrite_text(original, passes=PASSES, target=TARGET)
+            module = StableHloModule.parse(original)
+            run_passes(module, PASSES, Target.parse(TARGET), strict=True)
+            rewritten = module.as_text()
         got = run_text(rewritten, inputs, PLATFORM)
     except Exception as error:
         print(f"fails: {{type(error).__name__}}: {{error}}")

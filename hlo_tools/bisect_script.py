@@ -21,8 +21,9 @@ class Capture:
 
     def __call__(self, module: StagedModule) -> None:
         """Takes a module; see `install(modules=...)`."""
-        failed = any(n.startswith("the stage failed") for n in module.report.notes)
-        if module.rewritten or failed:
+        report = module.report
+        failed = any(note.startswith("the stage failed") for note in report.notes)
+        if module.rewritten or failed or report.with_status("failed"):
             self._modules.setdefault(module.original, module)
 
     @property
