@@ -51,7 +51,9 @@ def write_reproducer(
       pipeline: of the bisection.
       culprit: what it found.
     """
-    check = NumericCheck(subject.target)
+    check = subject.check
+    if not isinstance(check, NumericCheck):
+        check = NumericCheck(subject.target)
     guilty = pipeline.passes[culprit.position]
     if culprit.groups and guilty.name == "bind-kernels":
         (*_, site) = culprit.groups[0]
@@ -161,6 +163,7 @@ _TEMPLATE = '''\
 {shows}
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -176,7 +179,8 @@ from hlo_tools.verify_program import Reference
 HERE = Path(__file__).resolve().parent
 DTYPES = {dtypes}
 PASSES, TARGET = {spec!r}, {target!r}
-PLATFORM, TOLERANCE = {platform!r}, {tolerance!r}
+# STRICT: a tolerance that was given, so that no float32 form is a way out.
+PLATFORM, TOLERANCE, STRICT = {platform!r}, {tolerance!r}, {strict!r}
 
 
 def main() -> int:
@@ -188,6 +192,8 @@ def main() -> int:
         for number, dtype in enumerate(DTYPES)
     ]
     reference = Reference.of(original, inputs, PLATFORM)
+    if STRICT:
+        reference = dataclasses.replace(reference, exact=None)
     try:
         file = HERE / "{rewritten}"
         if file.exists():
@@ -226,6 +232,7 @@ def _script(
     shows: str,
     inputs: Sequence[np.ndarray] | None,
 ) -> str:
+    given = check.tolerance
     return _TEMPLATE.format(
         original=ORIGINAL,
         rewritten=REWRITTEN,
@@ -235,7 +242,10 @@ def _script(
         spec=spec,
         target=check.target.spec.name,
         platform=check.platform,
-        tolerance=program_tolerance(original, check.platform),
+        tolerance=program_tolerance(original, check.platform)
+        if given is None
+        else given,
+        strict=given is not None,
     )
 
 

@@ -44,6 +44,7 @@ def second_builds(monkeypatch):
         return guarded
 
     online = binding.load_implementations("hlo_tools.attention")["online"]
+    assert online.grad is not None
     grad = dataclasses.replace(online.grad, build=build_of(online.grad.build))
     changed = dataclasses.replace(online, build=build_of(online.build), grad=grad)
     monkeypatch.setattr(binding, "load_implementations", lambda _: {"online": changed})
