@@ -172,7 +172,7 @@ def _rewrite(
         with _neutral_settings():
             return driver.transform(module, Target.from_devices(flat), config)
     except Exception as error:
-        note = f"the stage failed, and {_AS_WRITTEN}: {describe_error(error)}"
+        note = f"the stage failed, and {AS_WRITTEN}: {describe_error(error)}"
         _warn_once(f"{module_name(module)}: {note}")
         report = RewriteReport(module_name(module), kind, notes=[note])
         return module, report
@@ -199,7 +199,7 @@ def _show_module(
         _warn_once(f"the callback given as install(modules=...) failed: {why}")
 
 
-_AS_WRITTEN = "the program was compiled as it was written"
+AS_WRITTEN = "the program was compiled as it was written"
 
 
 def _compile_or_fall_back(
@@ -214,7 +214,7 @@ def _compile_or_fall_back(
         return compile_module(rewritten)
     except Exception as error:
         why = describe_error(error)
-        reason = f"XLA refused the rewritten program, and {_AS_WRITTEN}: {why}"
+        reason = f"XLA refused the rewritten program, and {AS_WRITTEN}: {why}"
     # Outside of the handler: if this fails too, the user's own error stands alone.
     report.notes.append(reason)
     for site in report.with_status("bound"):
