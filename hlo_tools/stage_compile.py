@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.mlir import ir
 
 from hlo_tools import _jax, stage_marks
-from hlo_tools.errors import describe_error
+from hlo_tools.errors import PassSpecError, UnknownNameError, describe_error
 from hlo_tools.report import RewriteReport
 from hlo_tools.stage_marks import Mark, ReportLog
 
@@ -172,7 +172,11 @@ def _rewrite(
         with _neutral_settings():
             return driver.transform(module, Target.from_devices(flat), config)
     except Exception as error:
-        note = f"the stage failed, and {AS_WRITTEN}: {describe_error(error)}"
+        why = describe_error(error)
+        if isinstance(error, PassSpecError | UnknownNameError):
+            spec = os.environ.get("HLO_TOOLS_PASSES")
+            why = f"HLO_TOOLS_PASSES={spec}: {error}" if spec == config.passes else why
+        note = f"the stage failed, and {AS_WRITTEN}: {why}"
         _warn_once(f"{module_name(module)}: {note}")
         report = RewriteReport(module_name(module), kind, notes=[note])
         return module, report

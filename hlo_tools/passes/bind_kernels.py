@@ -51,10 +51,12 @@ class BindKernels:
     skip_sites: str = ""
     only_sites: str = ""
 
-    def run(self, module: StableHloModule, context: PassContext) -> bool:
-        known = binding.load_implementations(COMPOSITE)
+    def __post_init__(self) -> None:
+        known = binding.load_implementations(COMPOSITE) if self.only else {}
         if self.only and self.only not in known:
             raise UnknownNameError("implementation", self.only, list(known))
+
+    def run(self, module: StableHloModule, context: PassContext) -> bool:
         failed: dict[str, str] = {}
         while True:
             if not _composites(module):
