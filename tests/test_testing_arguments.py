@@ -1,5 +1,7 @@
 """`assert_equivalent`: whatever a function takes, and what must not pass unnoticed."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -103,7 +105,8 @@ def two(q, k, *, bias):
 
 
 def test_gradients_by_name(x):
-    for grad in ("q", ("k", "bias"), ("q", 1), "bias", -1, np.int64(1)):
+    choices: list[Any] = ["q", ("k", "bias"), ("q", 1), "bias", -1, np.int64(1)]
+    for grad in choices:
         assert_equivalent(two, x, x + 1, bias=x * 2, grad=grad)
 
 

@@ -20,6 +20,14 @@ from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.products import value_products
 from hlo_tools.module import StableHloModule
 from hlo_tools.passes.bind_pairs import PairBinder, plan_of, struct_of
+from hlo_tools.passes.composite_attributes import (
+    callee_of,
+    escapes_of,
+    name_of,
+    recomputes,
+    site_of,
+)
+from hlo_tools.passes.loop_counts import executions, stacked_bytes
 from hlo_tools.passes.outline_attention import COMPOSITE, GRADIENT, attributes_of
 from hlo_tools.pipeline import LEFT_ALONE, PassContext
 from hlo_tools.report import SiteReport
@@ -77,7 +85,7 @@ def _composites(module: StableHloModule) -> list[ir.Operation]:
     """Returns the sites' operations, in order; unused ones are erased."""
     found = []
     for op in module.walk("stablehlo.composite"):
-        if _name(op) not in (COMPOSITE, GRADIENT):
+        if name_of(op) not in (COMPOSITE, GRADIENT):
             continue
         if any(list(result.uses) for result in op.results):
             found.append(op)
@@ -121,13 +129,13 @@ class _Run:
         shardings = site_shardings(self.module, composites)
         forward, backward = [], {}
         for op, sharding in zip(composites, shardings, strict=True):
-            if _name(op) == COMPOSITE:
+            if name_of(op) == COMPOSITE:
                 forward.append((op, sharding))
             else:
-                backward.setdefault(_site_of(op), []).append((op, sharding))
+                backward.setdefault(site_of(op), []).append((op, sharding))
         bound = 0
         for op, sharding in forward:
-            bound += self.site(op, sharding, backward.get(_site_of(op), []))
+            bound += self.site(op, sharding, backward.get(site_of(op), []))
         return bound > 0
 
     def site(self, op, sharding, backward) -> bool:
@@ -139,6 +147,7 @@ class _Run:
         if self.context.leaves_alone(report.id, options.skip_sites, options.only_sites):
             report.reason = LEFT_ALONE
             return False
+        report.executions = executions(op)
         if not backward:
             report.gradient = None
         self.changing = False
@@ -160,11 +169,11 @@ class _Run:
         return False
 
     def _site(self, op, sharding, backward, report) -> bool:
-        escapes = _escapes(op)
+        escapes = escapes_of(op)
         try:
             if backward:
                 return self._pair(op, sharding, backward, report, escapes)
-            site = rebuild_site(self.functions[_callee(op)])
+            site = rebuild_site(self.functions[callee_of(op)])
             report.attributes = {**attributes_of(site), **escapes}
             return self._bind(op, site, sharding, report, bool(escapes))
         except NoMatchError as error:
@@ -187,7 +196,7 @@ class _Run:
             "location": (report.gradient or {}).get("location"),
             "bound": False,
         }
-        recomputes = _recomputes(other)
+        again = recomputes(other)
         plan = plan_of(sharding, other_sharding, pair)
         spec = site.spec if plan is None else plan.local_spec
         choice = binding.choose(COMPOSITE, spec, self.context.target, grad)
@@ -197,11 +206,15 @@ class _Run:
         halves = self.pairs.lowered(pair, plan, implementation, report)
         if halves is None:
             return False
+        count = site.spec.score_count
+        stacked = stacked_bytes(pair.backward, pair.arguments.hops, count)
         self.changing = True
-        self.pairs.bind(halves)
+        stacked -= self.pairs.bind(halves)
         self._bound(choice, spec, plan, report)
+        # of each device
+        report.bytes_saved += max(stacked, 0) * spec.score_count // count
         report.gradient["bound"] = True
-        if recomputes:  # the product of queries and keys, once more
+        if again:  # the product of queries and keys, once more
             report.recompute_avoided_flops = 2 * spec.score_count * spec.head_dim
         return True
 
@@ -289,27 +302,6 @@ class _Run:
         op.erase()
 
 
-def _name(op: ir.Operation) -> str:
-    return ir.StringAttr(op.attributes["name"]).value
-
-
-def _callee(op: ir.Operation) -> str:
-    return ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
-
-
-def _recomputes(op: ir.Operation) -> bool:
-    """Returns whether a backward pass computes the scores once more."""
-    attributes = ir.DictAttr(op.attributes["composite_attributes"])
-    found = attributes["recomputes"] if "recomputes" in attributes else None
-    return found is not None and ir.BoolAttr(found).value
-
-
-def _site_of(op: ir.Operation) -> str:
-    """Returns the id that a composite carries, or ""."""
-    attributes = ir.DictAttr(op.attributes["composite_attributes"])
-    return ir.StringAttr(attributes["site"]).value if "site" in attributes else ""
-
-
 def rebuild_site(function: ir.OpView) -> CanonicalSite:
     """Proves a site again from its decomposition.
 
@@ -355,7 +347,7 @@ def _verified(
     if not verify.can_run(platform):
         context.report.notes.append(f"{report.id} not verified: no {platform} here")
         return True
-    function = module.functions()[_callee(op)]
+    function = module.functions()[callee_of(op)]
     arguments = function.regions[0].blocks[0].arguments
     types = [struct_of(value) for value in arguments]
     lowered = lower_site(site, None, implementation, context, None)
@@ -379,17 +371,9 @@ def _verified(
     return False
 
 
-def _escapes(op: ir.Operation) -> dict[str, list[str]]:
-    attributes = ir.DictAttr(op.attributes["composite_attributes"])
-    if "escapes" not in attributes:
-        return {}
-    escapes = ir.ArrayAttr(attributes["escapes"])
-    return {"escapes": [ir.StringAttr(a).value for a in escapes]}
-
-
 def _report_of(op: ir.Operation, context: PassContext) -> SiteReport:
     """Returns the site's report; a new one for modules outlined elsewhere."""
-    name = _site_of(op)
+    name = site_of(op)
     for site in context.report.sites:
         if site.id == name:
             return site

@@ -20,6 +20,7 @@ from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.outline import hoist
 from hlo_tools.matching.reader import dtype_of, shape_of
 from hlo_tools.module import StableHloModule
+from hlo_tools.passes.loop_counts import added_bytes
 from hlo_tools.passes.saved_values import SavedValues
 from hlo_tools.pipeline import PassContext
 from hlo_tools.report import SiteReport
@@ -107,8 +108,11 @@ class PairBinder:
         halves.lower()
         return halves
 
-    def bind(self, halves: Halves) -> None:
+    def bind(self, halves: Halves) -> int:
         """Puts calls of an implementation's halves in the place of a pair.
+
+        Returns:
+          The size of what loops save now and did not before, in bytes.
 
         Raises:
           NoMatchError: the backward pass can not get at what it needs.
@@ -116,6 +120,7 @@ class PairBinder:
         pair = halves.pair
         _put_in_order(pair)
         saved = SavedValues(pair.forward, pair.backward, pair.arguments.hops)
+        before = [len(loop.results) for loop, _ in saved.loops]
         values = [pair.arguments.values[place] for place in pair.proof.places]
         forward = self._splice(halves, halves.forward, "forward")
         # the backward pass needs the values as they are there
@@ -133,6 +138,7 @@ class PairBinder:
         for number, place in enumerate(pair.proof.order):
             pair.backward.results[number].replace_all_uses_with(call.results[place])
         pair.backward.erase()
+        return added_bytes([loop for loop, _ in saved.loops], before)
 
     def _splice(self, halves: Halves, lowered: binding.Lowered, half: str) -> str:
         key = halves.key(half)
