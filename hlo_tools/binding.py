@@ -152,9 +152,15 @@ def _time(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A lowered implementation, as MLIR text."""
+    """A lowered implementation.
+
+    Attributes:
+      text: MLIR.
+      results: shapes and dtypes of what it returns, flat.
+    """
 
     text: str
+    results: tuple[jax.ShapeDtypeStruct, ...]
 
 
 # The name that JAX gives to the mesh of a function.
@@ -188,7 +194,11 @@ def lower_function(
             traced = jax.jit(function, keep_unused=True).trace(*types)
             lowered = traced.lower(lowering_platforms=(platform,))
             module = lowered.compiler_ir("stablehlo")
-            found = Lowered(module.operation.get_asm(enable_debug_info=True))
+            results = tuple(
+                jax.ShapeDtypeStruct(one.shape, one.dtype)
+                for one in jax.tree.leaves(lowered.out_info)
+            )
+            found = Lowered(module.operation.get_asm(enable_debug_info=True), results)
         if key is not None:
             _lowered[full_key] = found
     return found

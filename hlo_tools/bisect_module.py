@@ -15,7 +15,7 @@ import numpy as np
 
 from hlo_tools import driver, verify
 from hlo_tools.bisect import Outcome
-from hlo_tools.errors import HloToolsError
+from hlo_tools.errors import HloToolsError, describe_error
 from hlo_tools.module import StableHloModule
 from hlo_tools.pipeline import PassPipeline
 from hlo_tools.report import RewriteReport
@@ -97,6 +97,7 @@ class ModuleSubject:
                 self.exactness,
                 skip_sites=self.skip_sites,
                 only_sites=self.only_sites,
+                strict=True,
             )
             module.verify()
         except Exception as error:  # a pass, a kernel's own code, MLIR's verifier
@@ -130,12 +131,6 @@ class ModuleSubject:
         bound = "bind-kernels" in [one.name for one in candidate.report.passes]
         wanted = ("bound",) if bound else ("outlined", "inlined")
         return [site.id for site in candidate.report.with_status(*wanted)]
-
-
-def describe_error(error: BaseException) -> str:
-    """An exception in one line, led by its type."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else '(no text)'}"
 
 
 class NumericCheck:

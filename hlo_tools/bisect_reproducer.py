@@ -51,7 +51,9 @@ def write_reproducer(
       pipeline: of the bisection.
       culprit: what it found.
     """
-    check = NumericCheck(subject.target)
+    check = subject.check
+    if not isinstance(check, NumericCheck):
+        check = NumericCheck(subject.target)
     guilty = pipeline.passes[culprit.position]
     if culprit.groups and guilty.name == "bind-kernels":
         (*_, site) = culprit.groups[0]
@@ -161,20 +163,24 @@ _TEMPLATE = '''\
 {shows}
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
-import hlo_tools
+from hlo_tools import StableHloModule
+from hlo_tools.driver import run_passes
+from hlo_tools.targets import Target
 from hlo_tools.verify import run_text
 from hlo_tools.verify_program import Reference
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {dtypes}
 PASSES, TARGET = {spec!r}, {target!r}
-PLATFORM, TOLERANCE = {platform!r}, {tolerance!r}
+# STRICT: a tolerance that was given, so that no float32 form is a way out.
+PLATFORM, TOLERANCE, STRICT = {platform!r}, {tolerance!r}, {strict!r}
 
 
 def main() -> int:
@@ -186,12 +192,16 @@ def main() -> int:
         for number, dtype in enumerate(DTYPES)
     ]
     reference = Reference.of(original, inputs, PLATFORM)
+    if STRICT:
+        reference = dataclasses.replace(reference, exact=None)
     try:
         file = HERE / "{rewritten}"
         if file.exists():
             rewritten = file.read_text()
         else:
-            rewritten = hlo_tools.rewrite_text(original, passes=PASSES, target=TARGET)
+            module = StableHloModule.parse(original)
+            run_passes(module, PASSES, Target.parse(TARGET), strict=True)
+            rewritten = module.as_text()
         got = run_text(rewritten, inputs, PLATFORM)
     except Exception as error:
         print(f"fails: {{type(error).__name__}}: {{error}}")
@@ -222,6 +232,7 @@ def _script(
     shows: str,
     inputs: Sequence[np.ndarray] | None,
 ) -> str:
+    given = check.tolerance
     return _TEMPLATE.format(
         original=ORIGINAL,
         rewritten=REWRITTEN,
@@ -231,7 +242,10 @@ def _script(
         spec=spec,
         target=check.target.spec.name,
         platform=check.platform,
-        tolerance=program_tolerance(original, check.platform),
+        tolerance=program_tolerance(original, check.platform)
+        if given is None
+        else given,
+        strict=given is not None,
     )
 
 

@@ -14,16 +14,34 @@ from hlo_tools.stage import StagedModule
 
 
 class Capture:
-    """Keeps the modules that the stage changed, or failed at, while a program runs."""
+    """Keeps the modules that the stage changed, or failed at, while a program runs.
+
+    One that a pass of the user's own changed is kept too, even if the stage dropped
+    the change because nothing was bound.
+    """
 
     def __init__(self) -> None:
         self._modules: dict[str, StagedModule] = {}
+        self._unbound = 0
 
     def __call__(self, module: StagedModule) -> None:
         """Takes a module; see `install(modules=...)`."""
-        failed = any(n.startswith("the stage failed") for n in module.report.notes)
-        if module.rewritten or failed:
+        report = module.report
+        failed = any(note.startswith("the stage failed") for note in report.notes)
+        own = any(":" in one.name and one.changed for one in report.passes)
+        if module.rewritten or failed or own or report.with_status("failed"):
             self._modules.setdefault(module.original, module)
+        else:
+            self._unbound += any(one.changed for one in report.passes)
+
+    def why_none(self) -> str:
+        """Why there are no modules, as a sentence."""
+        if not self._unbound:
+            return "no module was changed by the passes: there is nothing to bisect"
+        return (
+            "nothing was bound, and a program in which nothing is bound reaches XLA as "
+            "it is written: there is nothing to bisect"
+        )
 
     @property
     def modules(self) -> list[StagedModule]:

@@ -20,6 +20,7 @@ from hlo_tools import cli_commands as commands
 from hlo_tools.cli_options import Arguments, ModuleName, Passes
 from hlo_tools.cli_output import FORMATS, say, silence_stdout
 from hlo_tools.cli_parsing import (
+    BisectCommand,
     ProgramCommand,
     ProgramOrModuleCommand,
     check_choice,
@@ -146,7 +147,7 @@ def explain(
     return partial(commands.explain, program, passes, target, form)
 
 
-app.command(cls=ProgramOrModuleCommand)(cli_bisect.bisect)
+app.command(cls=BisectCommand)(cli_bisect.bisect)
 app.command()(cli_tune.tune)
 
 

@@ -87,6 +87,10 @@ def bisect(
 ) -> Callable[[], int]:
     """Find the pass, and the site, that makes a program wrong.
 
+    Options go before FILE or after it. A script's own arguments follow it too; put
+    -- before those that bisect has an option for: script.py --check CHECK --
+    --output runs.
+
     Exit status 0 when nothing is wrong, 1 when something is to blame, 2 when the
     check can not tell.
     """
@@ -120,8 +124,6 @@ def run_bisect(request: Request, form: str) -> int:
     for finding in findings if form == "text" else ():
         stream = sys.stderr if finding.verdict.broken_check else sys.stdout
         stream.write(finding.text())
-    if not findings:
-        say("no module was changed by the passes: there is nothing to bisect")
     return bisect_findings.exit_status(findings)
 
 
@@ -173,6 +175,11 @@ def _bisect_script(request: Request, pipeline: Any, tell: Any) -> list[Any]:
         status = commands.start(program, config, None, modules=capture)
     if status:
         say(f"{program.name} ended with status {status}")
+        if command is None and not capture.modules:
+            raise HloToolsError(
+                f"{program.name} fails, and no module was changed by the passes before "
+                "that: there is nothing to bisect"
+            )
 
     def subject_of(text: str) -> bisect_module.ModuleSubject:
         target = Target.parse(request.target) if request.target else _own_target()
@@ -192,11 +199,19 @@ def _bisect_script(request: Request, pipeline: Any, tell: Any) -> list[Any]:
                 name, subject, subject_of, pipeline, folder, tell
             )
         ]
+    if not capture.modules:
+        say(capture.why_none())
     findings = []
     for number, module in enumerate(capture.modules):
         inside = folder / f"module{number}" if len(capture.modules) > 1 else folder
         subject = subject_of(module.original)
-        findings.append(bisect_findings.bisect_module(subject, pipeline, inside, tell))
+        found = bisect_findings.bisect_module(subject, pipeline, inside, tell)
+        findings.append(found)
+        if found.culprit and not module.rewritten:
+            say(
+                f"{found.name}: nothing is bound in it, so outside of this bisection "
+                "XLA gets it as it is written"
+            )
     return findings
 
 

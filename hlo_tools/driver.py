@@ -82,8 +82,12 @@ def run_passes(
     verify: bool = False,
     skip_sites: Collection[str] = (),
     only_sites: Collection[str] = (),
+    strict: bool = False,
 ) -> tuple[StableHloModule, RewriteReport]:
     """Runs a pipeline on a module, in place; see `StageConfig` for the settings.
+
+    With `strict`, an error at one site is raised, as it is, instead of costing that
+    site alone.
 
     Returns:
       The module and the report.
@@ -95,7 +99,7 @@ def run_passes(
     report = new_report(module.name, target)
     start = time.perf_counter()
     skip, only = frozenset(skip_sites), frozenset(only_sites)
-    context = PassContext(target, report, exactness, verify, skip, only)
+    context = PassContext(target, report, exactness, verify, skip, only, strict)
     pipeline.run(module, context)
     report.seconds = time.perf_counter() - start
     return module, report

@@ -69,3 +69,18 @@ class KernelConfigError(HloToolsError):
 
 class MeasuredTableError(HloToolsError):
     """A file of measured times that can not be read, or is of another format."""
+
+
+# Some errors of MLIR end in the text of a whole operation.
+_LONGEST = 600
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns an exception as one line that is led by its type.
+
+    MLIR's errors say what is wrong in the lines after the first, so they are kept.
+    """
+    text = " ".join(str(error).split()) or "(no text)"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ..."
+    return f"{type(error).__name__}: {text}"

@@ -160,6 +160,30 @@ class StableHloModule:
         return count
 
 
+def drop_shardings(root: ir.Operation) -> None:
+    """Removes sharding annotations below `root`, which name meshes of a module.
+
+    What is taken out of a program to be looked at or to be run by itself is a program
+    for one device, where an annotation does nothing.
+
+    Args:
+      root: changed in place.
+    """
+    constraints: list[ir.Operation] = []
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "sdy.sharding_constraint":
+            constraints.append(op)
+        elif "sdy.sharding" in op.attributes:
+            del op.attributes["sdy.sharding"]
+        return ir.WalkResult.ADVANCE
+
+    root.walk(visit)
+    for op in constraints:
+        op.results[0].replace_all_uses_with(op.operands[0])
+        op.erase()
+
+
 def _parse_error(error: ir.MLIRError, filename: str) -> MlirParseError:
     for diagnostic in error.error_diagnostics:
         found = _DIAGNOSTIC.search(str(diagnostic.location))

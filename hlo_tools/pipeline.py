@@ -32,6 +32,7 @@ class PassContext:
       verify: whether bound sites are checked numerically.
       skip_sites: ids of sites that are not to be bound, see `leaves_alone`.
       only_sites: if not empty, the ids of all sites that may be bound.
+      strict: whether an error at one site ends the run; else it costs that site.
     """
 
     target: Target
@@ -40,6 +41,7 @@ class PassContext:
     verify: bool = False
     skip_sites: frozenset[str] = frozenset()
     only_sites: frozenset[str] = frozenset()
+    strict: bool = False
 
     def allows(self, exactness: str) -> bool:
         """Returns whether rewrites of this exactness may be made."""

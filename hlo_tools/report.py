@@ -95,7 +95,8 @@ class SiteReport:
         config: settings of that implementation.
         predicted_seconds: implementation name to predicted time of one
             execution; XLA's own code is under `BASELINE`.
-        bytes_saved: temporary memory that one execution no longer needs.
+        bytes_saved: temporary memory that one execution no longer needs, and what
+            loops no longer save of it for the backward pass, for all iterations.
         reason: why the site has this status, as a sentence.
         attributes: semantics of the site (sizes, scale, causal, ...).
         candidates: every implementation considered.

@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.mlir import ir
 
 from hlo_tools import _jax, stage_marks
+from hlo_tools.errors import PassSpecError, UnknownNameError, describe_error
 from hlo_tools.report import RewriteReport
 from hlo_tools.stage_marks import Mark, ReportLog
 
@@ -132,7 +133,9 @@ def _lowered(lowering: Any, names: Iterator[str]) -> None:
     try:
         stage_marks.remember(lowering.stablehlo(), names)
     except Exception as error:
-        _warn_once(f"a program can not be searched for functions: {_line(error)}")
+        _warn_once(
+            f"a program can not be searched for functions: {describe_error(error)}"
+        )
 
 
 def _compile(compile_module: Callable[[Any], Any], module: ir.Module, devices: Any):
@@ -169,7 +172,11 @@ def _rewrite(
         with _neutral_settings():
             return driver.transform(module, Target.from_devices(flat), config)
     except Exception as error:
-        note = f"the stage failed, and {_AS_WRITTEN}: {_line(error)}"
+        why = describe_error(error)
+        if isinstance(error, PassSpecError | UnknownNameError):
+            spec = os.environ.get("HLO_TOOLS_PASSES")
+            why = f"HLO_TOOLS_PASSES={spec}: {error}" if spec == config.passes else why
+        note = f"the stage failed, and {AS_WRITTEN}: {why}"
         _warn_once(f"{module_name(module)}: {note}")
         report = RewriteReport(module_name(module), kind, notes=[note])
         return module, report
@@ -192,10 +199,11 @@ def _show_module(
         changed = rewritten is not module
         installation.on_module(StagedModule(text, changed, config, report))
     except Exception as error:
-        _warn_once(f"the callback given as install(modules=...) failed: {_line(error)}")
+        why = describe_error(error)
+        _warn_once(f"the callback given as install(modules=...) failed: {why}")
 
 
-_AS_WRITTEN = "the program was compiled as it was written"
+AS_WRITTEN = "the program was compiled as it was written"
 
 
 def _compile_or_fall_back(
@@ -209,7 +217,8 @@ def _compile_or_fall_back(
     try:
         return compile_module(rewritten)
     except Exception as error:
-        reason = f"XLA refused the rewritten program, and {_AS_WRITTEN}: {_line(error)}"
+        why = describe_error(error)
+        reason = f"XLA refused the rewritten program, and {AS_WRITTEN}: {why}"
     # Outside of the handler: if this fails too, the user's own error stands alone.
     report.notes.append(reason)
     for site in report.with_status("bound"):
@@ -268,7 +277,9 @@ def _deliver(
     try:
         installation.on_report(report)
     except Exception as error:
-        _warn_once(f"the callback given as install(report=...) failed: {_line(error)}")
+        _warn_once(
+            f"the callback given as install(report=...) failed: {describe_error(error)}"
+        )
 
 
 _warned: set[str] = set()
@@ -278,12 +289,6 @@ def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         warnings.warn(f"hlo_tools: {message}", RuntimeWarning, stacklevel=2)
-
-
-def _line(error: Exception) -> str:
-    """An exception as the first line of its text, led by its type."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else '(no text)'}"
 
 
 def module_name(module: ir.Module) -> str:

@@ -16,6 +16,8 @@ import numpy as np
 
 from hlo_tools import stage
 from hlo_tools.report import RewriteReport, VerifyResult
+from hlo_tools.stage_compile import AS_WRITTEN
+from hlo_tools.testing_arguments import Call, as_array, is_float, is_key
 from hlo_tools.testing_golden import UPDATE_VARIABLE, assert_golden, normalized
 from hlo_tools.verify import run_text
 from hlo_tools.verify_program import (
@@ -44,7 +46,9 @@ class Equivalence:
       report: of the function's own program.
       gradient_report: of the program of its results and gradients; None without
         `grad`.
-      largest_error: over all leaves, as a part of the leaf's largest magnitude.
+      largest_error: over all leaves, as a part of the leaf's largest magnitude. Of a
+        leaf that was held against float32 it is scaled so that what is allowed there
+        is the tolerance: rounding is all there is to a result that should be zero.
     """
 
     report: RewriteReport
@@ -56,10 +60,13 @@ def assert_equivalent(
     f: Callable,
     *args: Any,
     tolerance: float | None = None,
-    grad: bool | int | Sequence[int] = False,
+    grad: bool | int | str | Sequence[int | str] = False,
     passes: str = "default",
     exactness: str = "reassociating",
     min_bound: int = 0,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    allow_fallback: bool = False,
     **kwargs: Any,
 ) -> Equivalence:
     """Asserts that a function computes the same under `jax.jit` and `hlo_tools.jit`.
@@ -71,44 +78,69 @@ def assert_equivalent(
 
     Args:
       f: the function; one that is decorated is compared with what it decorates.
-      args: its arguments, arrays or pytrees of them.
+      args: its arguments, pytrees. Their arrays and numbers are traced; all else, such
+        as text and functions, is handed on as it is.
       tolerance: instead of the table's, as a part of a leaf's largest magnitude. The
         two programs are then compared with each other alone.
       grad: compare also a program of results and gradients, those of the float leaves
         of the result weighted with fixed random numbers. True: with respect to every
-        float input; else the positions of arguments, as for `jax.grad`.
+        float input; else positions of arguments, as for `jax.grad`, or names.
       passes, exactness: as for `hlo_tools.jit`.
       min_bound: least number of sites that are bound, in each of the programs.
+      static_argnums, static_argnames: arguments whose numbers and arrays are handed on
+        as they are, as for `jax.jit`.
+      allow_fallback: accept that the stage, or one site, failed, or that the stage is
+        switched off: nothing, or less, is compared then.
       kwargs: keyword arguments of `f`.
 
     Returns:
       The reports, for further assertions.
 
     Raises:
-      AssertionError: a leaf differs, or too little is bound. The message names the
-        leaf, the error and the tolerance.
+      AssertionError: a leaf differs, too little is bound, or the stage failed. The
+        message names the leaf, the error and the tolerance, or the reason.
+      TypeError: `grad` names no argument, or a number has to be static.
+      ValueError: `tolerance` is negative or no number, or `grad` means no float.
     """
-    function = getattr(f, "__wrapped__", f) if hasattr(f, "reports") else f
-    leaves, structure = jax.tree.flatten((args, kwargs))
+    if tolerance is not None and not 0 <= tolerance < float("inf"):
+        raise ValueError(f"tolerance={tolerance}: expected a number of at least 0")
+    call = Call(f, args, kwargs, static_argnums, static_argnames)
+    wanted = {} if grad is False else call.differentiable(grad)
 
     def value(*flat):
-        positional, named = jax.tree.unflatten(structure, flat)
-        return {"result": function(*positional, **named)}
+        return {"result": call.function(*flat)}
 
-    value.__name__ = getattr(function, "__name__", "value")
+    value.__name__ = call.function.__name__
 
-    def staged(one: Callable) -> Any:
-        return stage.jit(one, passes=passes, exactness=exactness)
+    def compared(function: Callable, leaves: Sequence[Any]):
+        staged = stage.jit(function, passes=passes, exactness=exactness)
+        report, error = _compare(function, staged, leaves, tolerance, min_bound)
+        if not allow_fallback and (reason := _fallback(report)):
+            raise AssertionError(f"{function.__name__}: {reason}\n{report}")
+        return report, error
 
-    report, error = _compare(value, staged(value), leaves, tolerance, min_bound)
-    if grad is False:
-        return Equivalence(report, None, error)
-    wanted = _differentiable(args, kwargs, grad)
-    gradient, weights = _gradient_of(value, leaves, wanted)
-    found, other = _compare(
-        gradient, staged(gradient), [*leaves, *weights], tolerance, min_bound
-    )
+    try:
+        report, error = compared(value, call.leaves)
+        if not wanted:
+            return Equivalence(report, None, error)
+        gradient, weights = _gradient_of(value, call.leaves, wanted)
+        found, other = compared(gradient, [*call.leaves, *weights])
+    except (TypeError, ValueError, IndexError) as failure:
+        explained = call.explained(failure)
+        if explained is failure:
+            raise
+        raise explained from failure
     return Equivalence(report, found, max(error, other))
+
+
+def _fallback(report: RewriteReport) -> str:
+    """Why a program, or a site of it, is not what the stage was asked for; or ""."""
+    for note in report.notes:
+        if AS_WRITTEN in note or note.startswith("plain jax.jit"):
+            return f"nothing was compared: {note}"
+    for site in report.with_status("failed"):
+        return f"{site.id} failed: {site.reason}"
+    return ""
 
 
 def _compare(
@@ -129,17 +161,20 @@ def _compare(
     exact = None if tolerance is not None else _in_float32(text, leaves)
     report, errors = staged.report(), [0.0]
     for number, (path, want) in enumerate(named):
-        one = np.asarray(jax.tree.leaves(got)[number])
+        one = as_array(jax.tree.leaves(got)[number])
         reference = Reference(
-            [], [np.asarray(want)], None if exact is None else [exact[number]]
+            [], [as_array(want)], None if exact is None else [exact[number]]
         )
         what = path[0].key
         allowed = tolerance
         if allowed is None:
             platform = jax.default_backend()
             allowed = program_tolerance(text, platform, gradient=what == "gradient")
+        if is_key(want):
+            allowed = 0.0
         judged = reference.judge([one], allowed)
-        errors.append(judged.max_error)
+        scale = allowed / judged.tolerance if judged.tolerance else 1.0
+        errors.append(judged.max_error * scale)
         if not judged.passed:
             leaf = f"{what}{jax.tree_util.keystr(path[1:])}"
             raise AssertionError(_difference(function.__name__, leaf, judged, report))
@@ -200,32 +235,10 @@ def _in_float32(text: str, leaves: Sequence[Any]) -> list[np.ndarray] | None:
     if wide is None:
         return None
     try:
-        inputs = cast_to(argument_types(wide), leaves)
+        inputs = cast_to(argument_types(wide), [as_array(leaf) for leaf in leaves])
         return run_text(wide, inputs, jax.default_backend())
     except Exception:  # it looks at bits, or runs on several devices
         return None
-
-
-def _differentiable(
-    args: tuple, kwargs: dict[str, Any], grad: bool | int | Sequence[int]
-) -> dict[int, str]:
-    """The leaves to differentiate by: place among all leaves -> name."""
-    numbers = range(len(args)) if grad is True else np.atleast_1d(np.asarray(grad))
-    positions = {int(number) % max(len(args), 1) for number in numbers}
-    found = {}
-    named = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-    for place, (path, leaf) in enumerate(named):
-        in_kwargs = path[0].idx == 1
-        if in_kwargs and grad is not True:
-            continue
-        if not in_kwargs and path[1].idx not in positions:
-            continue
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            name = "kwargs" if in_kwargs else "args"
-            found[place] = name + jax.tree_util.keystr(path[1:])
-    if not found:
-        raise ValueError(f"grad={grad!r}: none of these inputs is a float")
-    return found
 
 
 def _gradient_of(
@@ -237,9 +250,7 @@ def _gradient_of(
       A function of the leaves and the weights, as `_compare` takes it; the weights.
     """
     shapes = [
-        one
-        for one in jax.tree.leaves(jax.eval_shape(value, *leaves))
-        if jnp.issubdtype(one.dtype, jnp.floating)
+        one for one in jax.tree.leaves(jax.eval_shape(value, *leaves)) if is_float(one)
     ]
     if not shapes:
         raise ValueError("grad: no result is a float")
@@ -253,11 +264,7 @@ def _gradient_of(
             for place, array in zip(wanted, chosen, strict=True):
                 flat[place] = array
             results = value(*flat)["result"]
-            floats = [
-                one
-                for one in map(jnp.asarray, jax.tree.leaves(results))
-                if jnp.issubdtype(one.dtype, jnp.floating)
-            ]
+            floats = [one for one in jax.tree.leaves(results) if is_float(one)]
             pairs = zip(floats, factors, strict=True)
             return sum(jnp.sum((a * b).astype(jnp.float32)) for a, b in pairs), results
 
@@ -276,6 +283,8 @@ def measure_gain(
     rounds: int = 20,
     passes: str = "default",
     exactness: str = "reassociating",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> RewriteReport:
     """Times a function under `jax.jit` and under `hlo_tools.jit`, in turn.
@@ -285,21 +294,18 @@ def measure_gain(
       args, kwargs: its arguments, arrays or pytrees of them.
       rounds: how often each is run, after one run that does not count.
       passes, exactness: as for `hlo_tools.jit`.
+      static_argnums, static_argnames: as for `assert_equivalent`.
 
     Returns:
       The report, with the medians in `measured`.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: expected at least 1")
-    function = getattr(f, "__wrapped__", f) if hasattr(f, "reports") else f
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    leaves = [jnp.asarray(leaf) for leaf in leaves]  # on the device once and for all
-
-    def value(*flat):
-        positional, named = jax.tree.unflatten(structure, flat)
-        return function(*positional, **named)
-
-    value.__name__ = getattr(function, "__name__", "value")
+    call = Call(f, args, kwargs, static_argnums, static_argnames)
+    value = call.function
+    leaves = [
+        jnp.asarray(leaf) for leaf in call.leaves
+    ]  # on the device once and for all
     baseline, _ = _plain(value, leaves)
     staged = stage.jit(value, passes=passes, exactness=exactness)
     runs = (baseline, staged.lower(*leaves).compile())

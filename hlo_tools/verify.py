@@ -13,6 +13,7 @@ import jax.extend
 import numpy as np
 from jax.extend.mlir import ir
 
+from hlo_tools.module import drop_shardings
 from hlo_tools.report import SiteReport, VerifyResult
 
 # Largest difference allowed, as a part of the largest magnitude of the result, by
@@ -64,11 +65,12 @@ def random_inputs(
 
 
 def module_of_function(function: ir.OpView) -> str:
-    """Returns the text of a module whose @main is `function`."""
+    """Returns the text of a module, for one device, whose @main is `function`."""
     with function.context, ir.Location.unknown(function.context):
         module = ir.Module.create()
         with ir.InsertionPoint(module.body):
             copy = function.operation.clone()
+        drop_shardings(copy)
         copy.attributes["sym_name"] = ir.StringAttr.get("main")
         copy.attributes["sym_visibility"] = ir.StringAttr.get("public")
         return str(module)

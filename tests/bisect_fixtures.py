@@ -119,3 +119,23 @@ class BreakBackward:
             site = SiteReport("sum.0", "sum", status="bound", implementation="broken")
             context.report.sites.append(site)
         return changed
+
+
+@dataclasses.dataclass(frozen=True)
+class NextKey:
+    """Adds one to the program's result."""
+
+    name: ClassVar[str] = "next-key"
+    exactness: ClassVar[str] = "bitwise"
+    summary: ClassVar[str] = "wrong on purpose"
+
+    def run(self, module, context) -> bool:
+        last = list(module.main.regions[0].blocks[0].operations)[-1]
+        value = last.operands[0]
+        kind = ir.RankedTensorType(value.type)
+        one = ir.IntegerAttr.get(kind.element_type, 1)
+        with ir.InsertionPoint(last), last.location:
+            ones = stablehlo.constant(ir.DenseElementsAttr.get_splat(kind, one))
+            last.operation.operands[0] = stablehlo.add(value, ones)
+        context.report.sites.append(SiteReport("key.0", "key", status="bound"))
+        return True

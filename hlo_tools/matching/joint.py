@@ -28,6 +28,7 @@ from hlo_tools.matching.reader import (
     loop_invariant,
     result_number,
 )
+from hlo_tools.module import drop_shardings
 
 _COPIED = (
     ELEMENTWISE
@@ -228,6 +229,7 @@ def joint_module(
             ]
             outs = [*outs, *_copy_body(functions[_callee(backward)], operands)]
             func.ReturnOp(outs)
+        drop_shardings(module.operation)
         passmanager.PassManager.parse("builtin.module(cse)").run(module.operation)
     return module, arguments
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,13 +13,21 @@ from jax.extend.mlir.dialects import func
 
 from hlo_tools import binding, verify
 from hlo_tools.composites import Implementation
-from hlo_tools.errors import UnknownNameError
+from hlo_tools.errors import UnknownNameError, describe_error
 from hlo_tools.matching.attention import match_attention
 from hlo_tools.matching.canonical import CanonicalSite
 from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.products import value_products
 from hlo_tools.module import StableHloModule
 from hlo_tools.passes.bind_pairs import PairBinder, plan_of, struct_of
+from hlo_tools.passes.composite_attributes import (
+    callee_of,
+    escapes_of,
+    name_of,
+    recomputes,
+    site_of,
+)
+from hlo_tools.passes.loop_counts import executions, stacked_bytes
 from hlo_tools.passes.outline_attention import COMPOSITE, GRADIENT, attributes_of
 from hlo_tools.pipeline import LEFT_ALONE, PassContext
 from hlo_tools.report import SiteReport
@@ -49,53 +59,121 @@ class BindKernels:
     skip_sites: str = ""
     only_sites: str = ""
 
-    def run(self, module: StableHloModule, context: PassContext) -> bool:
-        known = binding.load_implementations(COMPOSITE)
+    def __post_init__(self) -> None:
+        known = binding.load_implementations(COMPOSITE) if self.only else {}
         if self.only and self.only not in known:
             raise UnknownNameError("implementation", self.only, list(known))
-        composites = [
-            op
-            for op in module.walk("stablehlo.composite")
-            if _name(op) in (COMPOSITE, GRADIENT)
-        ]
-        if not composites:
-            return False
-        shardings = site_shardings(module, composites)
-        forward, backward = [], {}
-        for op, sharding in zip(composites, shardings, strict=True):
-            if _name(op) == COMPOSITE:
-                forward.append((op, sharding))
-            else:
-                backward.setdefault(_site_of(op), []).append((op, sharding))
-        run = _Run(self, module, context)
-        bound = 0
-        for op, sharding in forward:
-            bound += run.site(op, sharding, backward.get(_site_of(op), []))
-        return bound > 0
+
+    def run(self, module: StableHloModule, context: PassContext) -> bool:
+        failed: dict[str, str] = {}
+        while True:
+            if not _composites(module):
+                return False
+            report = context.report
+            before = module.clone(), copy.deepcopy((report.sites, report.notes))
+            run = _Run(self, module, context, failed)
+            try:
+                return run.all_sites()
+            except _SiteError as error:
+                # it may have left the module half changed: begin anew without it
+                failed[error.site] = error.reason
+                module.module = before[0].module
+                report.sites[:], report.notes[:] = before[1]
+
+
+def _composites(module: StableHloModule) -> list[ir.Operation]:
+    """Returns the sites' operations, in order; unused ones are erased."""
+    found = []
+    for op in module.walk("stablehlo.composite"):
+        if name_of(op) not in (COMPOSITE, GRADIENT):
+            continue
+        if any(list(result.uses) for result in op.results):
+            found.append(op)
+        else:  # such as a backward pass that belongs to two sites, outlined twice
+            op.erase()
+    return found
+
+
+class _SiteError(Exception):
+    """Something that no site should raise, while the module was being changed."""
+
+    def __init__(self, site: str, reason: str):
+        self.site, self.reason = site, reason
+        super().__init__(f"{site}: {reason}")
 
 
 class _Run:
     """One run of the pass over one module."""
 
     def __init__(
-        self, options: BindKernels, module: StableHloModule, context: PassContext
+        self,
+        options: BindKernels,
+        module: StableHloModule,
+        context: PassContext,
+        failed: Mapping[str, str],
     ):
         self.options, self.module, self.context = options, module, context
+        self.failed = failed
         self.functions = module.functions()
         self.spliced: dict[str, str] = {}
         self.pairs = PairBinder(module, context)
+        self.changing = False  # whether the site at hand is being replaced
+
+    def all_sites(self) -> bool:
+        """Binds what can be bound; returns whether anything was.
+
+        Raises:
+          _SiteError: a site failed half-way.
+        """
+        composites = _composites(self.module)
+        shardings = site_shardings(self.module, composites)
+        forward, backward = [], {}
+        for op, sharding in zip(composites, shardings, strict=True):
+            if name_of(op) == COMPOSITE:
+                forward.append((op, sharding))
+            else:
+                backward.setdefault(site_of(op), []).append((op, sharding))
+        bound = 0
+        for op, sharding in forward:
+            bound += self.site(op, sharding, backward.get(site_of(op), []))
+        return bound > 0
 
     def site(self, op, sharding, backward) -> bool:
-        """Binds one site, with its backward pass if it has one; returns whether."""
+        """Binds one site, with its backward pass if it has one; returns whether.
+
+        Whatever an implementation or MLIR raises costs this site alone.
+        """
         options, report = self.options, _report_of(op, self.context)
         if self.context.leaves_alone(report.id, options.skip_sites, options.only_sites):
             report.reason = LEFT_ALONE
             return False
-        escapes = _escapes(op)
+        report.executions = executions(op)
+        if not backward:
+            report.gradient = None
+        self.changing = False
+        try:
+            if report.id in self.failed:
+                return self._fails(report, self.failed[report.id])
+            return self._site(op, sharding, backward, report)
+        except Exception as error:
+            if self.context.strict:
+                raise
+            reason = f"binding it failed: {describe_error(error)}"
+            if self.changing:
+                raise _SiteError(report.id, reason) from error
+            return self._fails(report, reason)
+
+    def _fails(self, report: SiteReport, reason: str) -> bool:
+        report.status, report.reason = "failed", reason
+        verify.announce(report)
+        return False
+
+    def _site(self, op, sharding, backward, report) -> bool:
+        escapes = escapes_of(op)
         try:
             if backward:
                 return self._pair(op, sharding, backward, report, escapes)
-            site = rebuild_site(self.functions[_callee(op)])
+            site = rebuild_site(self.functions[callee_of(op)])
             report.attributes = {**attributes_of(site), **escapes}
             return self._bind(op, site, sharding, report, bool(escapes))
         except NoMatchError as error:
@@ -118,18 +196,25 @@ class _Run:
             "location": (report.gradient or {}).get("location"),
             "bound": False,
         }
-        recomputes = _recomputes(other)
+        again = recomputes(other)
         plan = plan_of(sharding, other_sharding, pair)
         spec = site.spec if plan is None else plan.local_spec
         choice = binding.choose(COMPOSITE, spec, self.context.target, grad)
         implementation = self._bindable(choice, report, bool(escapes))
         if implementation is None:
             return False
-        if not self.pairs.bind(pair, plan, implementation, report):
+        halves = self.pairs.lowered(pair, plan, implementation, report)
+        if halves is None:
             return False
+        count = site.spec.score_count
+        stacked = stacked_bytes(pair.backward, pair.arguments.hops, count)
+        self.changing = True
+        stacked -= self.pairs.bind(halves)
         self._bound(choice, spec, plan, report)
+        # of each device
+        report.bytes_saved += max(stacked, 0) * spec.score_count // count
         report.gradient["bound"] = True
-        if recomputes:  # the product of queries and keys, once more
+        if again:  # the product of queries and keys, once more
             report.recompute_avoided_flops = 2 * spec.score_count * spec.head_dim
         return True
 
@@ -182,20 +267,25 @@ class _Run:
             self.module, op, site, implementation, report, self.context
         ):
             return False
-        self._call(op, site, plan, implementation)
+        signature, lowered = self._lowered(site, plan, implementation)
+        self.changing = True
+        self._call(op, site, plan, implementation, signature, lowered)
         self._bound(choice, spec, plan, report)
         return True
 
-    def _call(self, op, site, plan, implementation) -> None:
-        """Puts a call of the implementation in the place of the composite."""
-        context = self.context
+    def _lowered(self, site, plan, implementation) -> tuple[str, binding.Lowered]:
+        """Returns a text that is equal for equal kernels, and the kernel."""
         signature = (
-            f"{implementation.name} {context.target.spec.name}\n"
+            f"{implementation.name} {self.context.target.spec.name}\n"
             f"{plan.signature() if plan else ''}\n{site.signature()}"
         )
+        lowered = lower_site(site, plan, implementation, self.context, signature)
+        return signature, lowered
+
+    def _call(self, op, site, plan, implementation, signature, lowered) -> None:
+        """Puts a call of the implementation in the place of the composite."""
         name = self.spliced.get(signature)
         if name is None:
-            lowered = lower_site(site, plan, implementation, context, signature)
             digest = hashlib.sha256(signature.encode()).hexdigest()[:8]
             wanted = f"{COMPOSITE}.{implementation.name}.{digest}"
             mesh = () if plan is None else (plan.mesh_name,)
@@ -210,27 +300,6 @@ class _Run:
             )
         op.results[0].replace_all_uses_with(call.results[0])
         op.erase()
-
-
-def _name(op: ir.Operation) -> str:
-    return ir.StringAttr(op.attributes["name"]).value
-
-
-def _callee(op: ir.Operation) -> str:
-    return ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
-
-
-def _recomputes(op: ir.Operation) -> bool:
-    """Returns whether a backward pass computes the scores once more."""
-    attributes = ir.DictAttr(op.attributes["composite_attributes"])
-    found = attributes["recomputes"] if "recomputes" in attributes else None
-    return found is not None and ir.BoolAttr(found).value
-
-
-def _site_of(op: ir.Operation) -> str:
-    """Returns the id that a composite carries, or ""."""
-    attributes = ir.DictAttr(op.attributes["composite_attributes"])
-    return ir.StringAttr(attributes["site"]).value if "site" in attributes else ""
 
 
 def rebuild_site(function: ir.OpView) -> CanonicalSite:
@@ -278,7 +347,7 @@ def _verified(
     if not verify.can_run(platform):
         context.report.notes.append(f"{report.id} not verified: no {platform} here")
         return True
-    function = module.functions()[_callee(op)]
+    function = module.functions()[callee_of(op)]
     arguments = function.regions[0].blocks[0].arguments
     types = [struct_of(value) for value in arguments]
     lowered = lower_site(site, None, implementation, context, None)
@@ -302,17 +371,9 @@ def _verified(
     return False
 
 
-def _escapes(op: ir.Operation) -> dict[str, list[str]]:
-    attributes = ir.DictAttr(op.attributes["composite_attributes"])
-    if "escapes" not in attributes:
-        return {}
-    escapes = ir.ArrayAttr(attributes["escapes"])
-    return {"escapes": [ir.StringAttr(a).value for a in escapes]}
-
-
 def _report_of(op: ir.Operation, context: PassContext) -> SiteReport:
     """Returns the site's report; a new one for modules outlined elsewhere."""
-    name = _site_of(op)
+    name = site_of(op)
     for site in context.report.sites:
         if site.id == name:
             return site

@@ -20,6 +20,7 @@ from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.outline import hoist
 from hlo_tools.matching.reader import dtype_of, shape_of
 from hlo_tools.module import StableHloModule
+from hlo_tools.passes.loop_counts import added_bytes
 from hlo_tools.passes.saved_values import SavedValues
 from hlo_tools.pipeline import PassContext
 from hlo_tools.report import SiteReport
@@ -88,28 +89,40 @@ class PairBinder:
             raise NoMatchError("the backward pass has operands of its own")
         return Pair(forward, backward, proof, arguments)
 
-    def bind(
+    def lowered(
         self,
         pair: Pair,
         plan: ShardingPlan | None,
         implementation: Implementation,
         report: SiteReport,
-    ) -> bool:
+    ) -> Halves | None:
+        """Makes the halves of an implementation; changes nothing.
+
+        Returns:
+          The halves, checked if that is asked for; None if they failed the check, as
+          the report then says.
+        """
+        halves = Halves(pair, plan, implementation, self.context)
+        if self.context.verify and not self._verified(halves, report):
+            return None
+        halves.lower()
+        return halves
+
+    def bind(self, halves: Halves) -> int:
         """Puts calls of an implementation's halves in the place of a pair.
 
         Returns:
-          Whether that was done; the report says why not.
+          The size of what loops save now and did not before, in bytes.
 
         Raises:
           NoMatchError: the backward pass can not get at what it needs.
         """
+        pair = halves.pair
         _put_in_order(pair)
         saved = SavedValues(pair.forward, pair.backward, pair.arguments.hops)
-        halves = _Halves(pair, plan, implementation, self.context)
-        if self.context.verify and not self._verified(halves, report):
-            return False
+        before = [len(loop.results) for loop, _ in saved.loops]
         values = [pair.arguments.values[place] for place in pair.proof.places]
-        forward = self._splice(halves, halves.forward_lowered(), "forward")
+        forward = self._splice(halves, halves.forward, "forward")
         # the backward pass needs the values as they are there
         with ir.InsertionPoint(pair.forward), pair.forward.location:
             call = self._call(forward, values)
@@ -119,16 +132,15 @@ class PairBinder:
         operands = [saved.get(value) for value in (*values, out, *residuals)]
         if pair.proof.dout is not None:
             operands.append(pair.arguments.values[pair.proof.dout])
-        types = [struct_of(value) for value in residuals]
-        backward = self._splice(halves, halves.backward_lowered(types), "backward")
+        backward = self._splice(halves, halves.backward, "backward")
         with ir.InsertionPoint(pair.backward), pair.backward.location:
             call = self._call(backward, operands)
         for number, place in enumerate(pair.proof.order):
             pair.backward.results[number].replace_all_uses_with(call.results[place])
         pair.backward.erase()
-        return True
+        return added_bytes([loop for loop, _ in saved.loops], before)
 
-    def _splice(self, halves: _Halves, lowered: binding.Lowered, half: str) -> str:
+    def _splice(self, halves: Halves, lowered: binding.Lowered, half: str) -> str:
         key = halves.key(half)
         mesh = () if halves.plan is None else (halves.plan.mesh_name,)
         name = self._spliced.get(key)
@@ -144,7 +156,7 @@ class PairBinder:
         kind = ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
         return func.CallOp(kind.results, ir.FlatSymbolRefAttr.get(name), list(operands))
 
-    def _verified(self, halves: _Halves, report: SiteReport) -> bool:
+    def _verified(self, halves: Halves, report: SiteReport) -> bool:
         """Checks both halves on random inputs; returns whether they may be bound."""
         platform = self.context.target.platform
         if not verify.can_run(platform):
@@ -174,8 +186,15 @@ def _put_in_order(pair: Pair) -> None:
         hoist(list(forward.results), backward, set(backward.results))
 
 
-class _Halves:
-    """The two halves of an implementation for one pair, as functions of arrays."""
+class Halves:
+    """The two halves of an implementation for one pair, as functions of arrays.
+
+    Attributes:
+      forward, backward: the lowered halves, once `lower` was called.
+    """
+
+    forward: binding.Lowered
+    backward: binding.Lowered
 
     def __init__(
         self,
@@ -219,22 +238,19 @@ class _Halves:
         key = (self.key(half), self.implementation)
         return binding.lower_function(function, types, platform, key)
 
-    def forward_lowered(self) -> binding.Lowered:
-        """Lowers (values) -> (out, *residuals)."""
-        forward, _ = self._build(self.plan)
-        return self._lower(
-            self.gradient.adapt_forward(forward), self._types(), "forward"
-        )
-
-    def backward_lowered(self, residuals: Sequence[Any]) -> binding.Lowered:
-        """Lowers (values, out, *residuals[, dout]) -> gradients."""
-        _, backward = self._build(self.plan)
+    def lower(self) -> None:
+        """Lowers (values) -> (out, *residuals), and then
+        (values, out, *residuals[, dout]) -> gradients."""
+        forward, backward = self._build(self.plan)
         values, out = self._types(), struct_of(self.site.match.out)
+        adapted = self.gradient.adapt_forward(forward)
+        self.forward = self._lower(adapted, values, "forward")
+        residuals = self.forward.results[1:]
         types = [*values, out, *residuals]
         if self.pair.proof.dout is not None:
             types.append(struct_of(self.gradient.match.dout.value))
         function = self._flat_backward(backward, len(values), len(residuals))
-        return self._lower(function, types, "backward")
+        self.backward = self._lower(function, types, "backward")
 
     def _flat_backward(self, backward, values: int, residuals: int):
         adapted = self.gradient.adapt_backward(backward)
