@@ -107,7 +107,8 @@ def attention(
             f" it, got implementation={implementation!r}"
         )
     call = Call(problem, candidates, config, deterministic)
-    out, lse = attend(call, alike_under_shard_map(operands))
+    results: Any = attend(call, alike_under_shard_map(operands))
+    out, lse = results
     out = out.reshape(*q.shape[:-1], problem.value_dim)
     if not return_lse:
         return out

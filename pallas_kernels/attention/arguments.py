@@ -228,7 +228,7 @@ def _softcap(softcap: float | None) -> float | None:
 
 
 def _real(name: str, value: Any) -> float:
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, numbers.Real):
+    if not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name}: got {type(value).__name__}, expected a Python number; an array"
             " can be multiplied into q"

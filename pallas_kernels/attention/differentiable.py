@@ -8,7 +8,6 @@ gradient of the logsumexp is taken off delta (see `Backend.backward`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,14 +58,16 @@ def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return (out.astype(lse.dtype) * share).astype(out.dtype), total
 
 
-def _attend_forward(call: Call, primals: Operands):
+def _attend_forward(call: Call, primals: Operands) -> tuple[Any, Any]:
     operands = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-    wants_bias = primals.bias is not None and primals.bias.perturbed
+    bias: Any = primals.bias
+    wants_bias = bias is not None and bias.perturbed
     # Refuse before the forward pass runs, not after it.
     call.candidates.backward(
         _without_sinks(call.problem), wants_bias, call.deterministic
     )
-    out, lse = attend(call, operands)
+    results: Any = attend(call, operands)
+    out, lse = results
     # Residuals are arrays; a flag is whether there is a node.
     return (out, lse), (operands, out, lse, () if wants_bias else None)
 
@@ -75,7 +76,7 @@ def _is_primal(x: Any) -> bool:
     return hasattr(x, "perturbed")
 
 
-def _attend_backward(call: Call, residuals, cotangents) -> tuple[Operands]:
+def _attend_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse, flag = residuals
     dout, dlse = cotangents
     empty = lse == -jnp.inf
@@ -185,10 +186,10 @@ def _backward(
         found = _backward(_larger(call, size, folded), wants_bias, folded, *rows)
         found = Gradients(*(None if x is None else _unfold(size, x) for x in found))
         if found.bias is not None and operands.bias is not None:
-            if call.problem.bias[0] == 1:  # of each, for all of its batch
-                found = found._replace(bias=found.bias.sum(1, keepdims=True))
-            dbias = found.bias.astype(operands.bias.dtype)
-            found = found._replace(bias=dbias)
+            dbias = found.bias
+            if operands.bias.shape[0] == 1:  # of each call, for all of its batch
+                dbias = dbias.sum(1, keepdims=True)
+            found = found._replace(bias=dbias.astype(operands.bias.dtype))
         return found, jax.tree.map(lambda _: True, found)
 
     return run(operands, lse, delta, dout)

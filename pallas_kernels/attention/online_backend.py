@@ -160,8 +160,9 @@ def _backward(
         spec, grad, blocks, target.platform == "cpu",
         *operands[:3], *sides, lse, delta, dout,
     )  # fmt: skip
-    dbias = found[3].reshape(operands.bias.shape) if len(found) > 3 else None
-    return Gradients(*found[:3], dbias)
+    dq, dk, dv, *rest = found
+    dbias = rest[0].reshape(problem.bias) if rest else None
+    return Gradients(dq, dk, dv, dbias)
 
 
 def _supports(problem: AttentionProblem, target: Target) -> str | None:
