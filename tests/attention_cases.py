@@ -48,6 +48,13 @@ EVERYTHING: dict[str, Any] = {
     "bias": (1, 4, 24, 40), "mask": (2, 1, 24, 40), "sinks": (4,),
     "q_lengths": np.array([24, 19]), "kv_lengths": np.array([33, 40]), "scale": 0.3,
 }  # fmt: skip
+# More than one tile of the kernels, in both directions.
+LONG: dict[str, Any] = {
+    "t": 200, "s": 300, "h": 2, "k": 1, "causal": True, "offset": 100,
+    "q_segment_ids": np.stack([segment_ids(150, 50), segment_ids(60, 140)]),
+    "kv_segment_ids": np.stack([segment_ids(220, 80), segment_ids(100, 200)]),
+    "q_lengths": np.array([200, 120]), "kv_lengths": np.array([270, 300]),
+}  # fmt: skip
 
 # name -> sizes and arguments
 CASES: dict[str, dict[str, Any]] = {
@@ -86,6 +93,11 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": sized(sinks=(4,)),
     "sinks, empty rows": sized(sinks=(4,), mask=(2, 1, 24, 40)),
     "everything": sized(**EVERYTHING),
+    "several tiles": sized(
+        **LONG, bias=(1, 2, 200, 300), mask=(2, 1, 1, 300), window=(150, None),
+    ),
+    "several tiles, bias of keys": sized(**LONG, bias=(2, 1, 1, 300), softcap=2.0),
+    "several tiles, bias of queries": sized(**LONG, bias=(1, 2, 200, 1), sinks=(2,)),
 }  # fmt: skip
 
 

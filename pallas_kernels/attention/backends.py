@@ -20,6 +20,7 @@ from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operan
 
 # name -> "module:attribute", in the order in which they are tried
 BACKENDS: dict[str, str] = {
+    "tpu": "pallas_kernels.attention.tpu_backend:BACKEND",
     "online": "pallas_kernels.attention.online_backend:BACKEND",
     "reference": "pallas_kernels.attention.reference:BACKEND",
 }
