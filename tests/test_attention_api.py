@@ -180,6 +180,22 @@ def test_nan_in_hidden_keys_and_queries_stays_there() -> None:
         assert error_of(out, case.expected["out"]) <= case.limits["out"]
 
 
+@pytest.mark.parametrize("way", ["reference", "online"])
+def test_rows_hidden_by_a_bias_are_not_wrong(way: str) -> None:
+    """Their logsumexp, -1e9, has lost the sum: NaN, unless nothing comes from them."""
+    q, k, v = arrays((1, 6, 1, 8), (1, 9, 1, 8), (1, 9, 1, 8))
+    bias = np.where(np.arange(6)[:, None] < 2, np.float32(-1e9), np.float32(0))
+
+    def loss(q, rows):
+        out = attention(q, k, v, bias=bias[None, None], **WAYS[way])
+        return (out[:, rows] ** 2).sum()
+
+    grad = jax.grad(loss)(q, slice(0, None))
+    assert np.isnan(grad[0, :2]).all()
+    assert np.isfinite(grad[0, 2:]).all()
+    assert np.isfinite(jax.grad(loss)(q, slice(2, None))).all()
+
+
 def test_no_score_matrix_in_online() -> None:
     """Memory grows with T + S: the same call at four times the length."""
 

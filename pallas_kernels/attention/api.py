@@ -57,7 +57,9 @@ def attention(
       k: keys [..., S, K, D] in the same dtype; K divides H, and query head h belongs
         to key-value head h // (H / K).
       v: values [..., S, K, Dv] in the same dtype.
-      bias: added to the scaled scores; broadcasts to [..., H, T, S].
+      bias: added to the scaled scores; broadcasts to [..., H, T, S]. Hide keys with
+        `mask`: a query all of whose keys have a bias like -1e9 has a gradient of NaN,
+        unless its cotangent is 0.
       mask: bool, True where a key is visible; broadcasts to [..., H, T, S].
       scale: factor of the scores; by default 1 / sqrt(D).
       causal: whether a query sees no key after its own position.

@@ -20,6 +20,10 @@ from pallas_kernels.attention.backends import Candidates
 from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operands
 
 
+# Where float32 knows the logsumexp to less than half a unit of bfloat16.
+LARGEST_STATISTIC = 2.0**15
+
+
 @dataclass(frozen=True)
 class Call:
     """What is known of a call before its arrays are.
@@ -88,6 +92,8 @@ def _attend_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Opera
     if not isinstance(dlse, SymbolicZero):
         delta = delta - dlse
     delta = jnp.where(empty, 0, delta)
+    if operands.bias is not None:
+        dout, delta = _without_lost_rows(lse, delta, dout)
     found = _backward(
         call, flag is not None, operands._replace(sinks=None),
         jnp.where(empty, jnp.inf, lse), delta, dout,
@@ -101,6 +107,27 @@ def _attend_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Opera
 
 
 attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+def _without_lost_rows(
+    lse: jax.Array, delta: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns dout and delta with NaN in rows whose probabilities are lost.
+
+    A logsumexp of large magnitude says nothing about the sum: -1e9 + log(40) is -1e9
+    in float32. A bias that hides all keys by -1e9 makes such rows. If they have a
+    cotangent, their gradients are NaN, not wrong numbers.
+
+    Args:
+      lse: [B,H,T].
+      delta: [B,H,T].
+      dout: [B,T,H,Dv].
+    """
+    lost = jnp.isfinite(lse) & (jnp.abs(lse) > LARGEST_STATISTIC)
+    counts = jnp.transpose((dout != 0).any(-1), (0, 2, 1)) | (delta != 0)
+    lost = lost & counts
+    rows = jnp.transpose(lost, (0, 2, 1))[..., None]
+    return jnp.where(rows, jnp.nan, dout), jnp.where(lost, jnp.nan, delta)
 
 
 def alike_under_shard_map(operands: Operands) -> Operands:
