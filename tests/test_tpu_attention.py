@@ -17,6 +17,7 @@ from pallas_kernels import attention
 from pallas_kernels.attention.tpu_backend import TpuConfig
 
 SLOW = pytest.mark.slow
+QUICK_COMPILE = ("all parts", "v5e")
 QUICK = ("everything", "bias of queries")
 
 
@@ -94,11 +95,11 @@ COMPILES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(name, kind, marks=() if (name, kind) == ("all parts", "v5e") else SLOW)
+        pytest.param(name, kind, marks=() if (name, kind) == QUICK_COMPILE else SLOW)
         for name in COMPILES
         for kind in ("v5e", "v6e", "tpu7x")
     ],
-)  # fmt: skip
+)
 def test_compiles(name: str, kind: str) -> None:
     row = {"t": 2048, "s": 2048, "d": 128, "dtype": "bfloat16", **COMPILES[name]}
     t, s, d, dtype = (row.pop(key) for key in ("t", "s", "d", "dtype"))

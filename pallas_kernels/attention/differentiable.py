@@ -19,7 +19,6 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels.attention.backends import Candidates
 from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operands
 
-
 # Where float32 knows the logsumexp to less than half a unit of bfloat16.
 LARGEST_STATISTIC = 2.0**15
 

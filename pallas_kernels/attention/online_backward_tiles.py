@@ -185,7 +185,7 @@ class Backward:
             dout = jnp.where(fresh, dout, 0)
         if kept is None:
             rows = self._given(whole, at, q, dout)
-            if fresh is not None and whole.delta is not None:
+            if fresh is not None and rows.delta is not None:
                 rows = rows._replace(delta=jnp.where(fresh[..., 0], rows.delta, 0))
         else:
             rows = self._swept(whole, at, q, dout, kept)

@@ -102,8 +102,9 @@ def _forward(
     problem: AttentionProblem, config: Any, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
     padded = _Padded.of(problem, config)
+    q, k, v = padded.operands(operands)
     out, largest, sums = kernels.forward(
-        padded.form, *padded.operands(operands), padded.sides(operands),
+        padded.form, q, k, v, padded.sides(operands),
         jnp.dtype(problem.dtype),
     )  # fmt: skip
     out = _cut(out, problem.q_len, problem.value_dim)

@@ -340,7 +340,10 @@ def bias_gradient(form: Form, operands: list[jax.Array], sides: Sides) -> jax.Ar
     q, k, v = operands[:3]
     shape = sides.bias.shape
     steps, grid, at = by_scores(form, q, k, shape)
-    spec = at.scores(shape)
+    tile = [
+        block if n > 1 else 1
+        for n, block in zip(shape[2:], (form.block_q, form.block_k), strict=True)
+    ]
     return pl.pallas_call(
         functools.partial(
             _dbias_kernel, form=form, grid=at, steps=steps, names=sides.names
@@ -348,8 +351,8 @@ def bias_gradient(form: Form, operands: list[jax.Array], sides: Sides) -> jax.Ar
         out_shape=jax.ShapeDtypeStruct(shape, sides.bias.dtype),
         grid=grid,
         in_specs=_gradient_specs(at, q, k, v, sides),
-        out_specs=spec,
-        scratch_shapes=[pltpu.VMEM(spec.block_shape[2:], jnp.float32)],
+        out_specs=at.scores(shape),
+        scratch_shapes=[pltpu.VMEM(tile, jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", *_PARALLEL, "arbitrary")
         ),
