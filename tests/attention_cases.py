@@ -108,6 +108,7 @@ class Case:
     Attributes:
       arguments: of `attention`.
       dout, dlse: cotangents of the results.
+      with_lse: lse is returned; if not, dlse is 0.
       expected: "out", "lse" and GRADIENTS -> in float64.
       limits: the same -> the largest error allowed.
     """
@@ -115,15 +116,19 @@ class Case:
     arguments: dict[str, Any]
     dout: np.ndarray
     dlse: np.ndarray
+    with_lse: bool
     expected: dict[str, np.ndarray]
     limits: dict[str, float]
 
     def check(self, **options: Any) -> None:
         """Runs `attention` and its gradients, and compares."""
-        got = run_call(
-            functools.partial(attention, return_lse=True, **options),
-            self.arguments, self.dout, self.dlse,
-        )  # fmt: skip
+
+        def run(**arguments: Any) -> tuple[Any, Any]:
+            found = attention(return_lse=self.with_lse, **arguments, **options)
+            lse = self.expected["lse"].astype(np.float32)
+            return found if self.with_lse else (found, lse)
+
+        got = run_call(run, self.arguments, self.dout, self.dlse)
         assert set(got) == set(self.expected)
         for name, value in got.items():
             expected = self.expected[name]
@@ -163,7 +168,7 @@ def run_call(
 
 
 @functools.cache
-def make_case(name: str, dtype: str = "float32") -> Case:
+def make_case(name: str, dtype: str = "float32", with_lse: bool = True) -> Case:
     """Makes a row of CASES, with random arrays; the name is their seed."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     row = dict(CASES[name])
@@ -183,14 +188,16 @@ def make_case(name: str, dtype: str = "float32") -> Case:
         mask = rng.random(row.pop("mask")) < 0.6
         mask[..., :3, :] &= mask.shape[-2] == 1  # some queries see no key
         arguments["mask"] = mask
-    return case_of({**arguments, **row}, rng)
+    return case_of({**arguments, **row}, rng, with_lse)
 
 
-def case_of(arguments: dict[str, Any], rng: np.random.Generator) -> Case:
+def case_of(
+    arguments: dict[str, Any], rng: np.random.Generator, with_lse: bool
+) -> Case:
     """Makes a case of arguments."""
     q, v = arguments["q"], arguments["v"]
     dout = rng.standard_normal((*q.shape[:3], v.shape[3])).astype(q.dtype)
-    dlse = rng.standard_normal((q.shape[0], q.shape[2], q.shape[1]))
+    dlse = rng.standard_normal((q.shape[0], q.shape[2], q.shape[1])) * with_lse
     wide = {
         key: x.astype(np.float64)
         if isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
@@ -210,7 +217,7 @@ def case_of(arguments: dict[str, Any], rng: np.random.Generator) -> Case:
         + ATOL[q.dtype.name] * max(1.0, float(_size(expected[name])))
         for name, x in plain.items()
     }
-    return Case(arguments, dout, dlse, expected, limits)
+    return Case(arguments, dout, dlse, with_lse, expected, limits)
 
 
 def _size(array: np.ndarray) -> float:

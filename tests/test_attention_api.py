@@ -12,11 +12,12 @@ import pytest
 from attention_cases import CASES, DEFAULTS, error_of, make_case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from test_cudnn_grad import emulated_backward_call, emulated_training_call
 
 from hlo_tools.errors import UnknownNameError, UnsupportedError
 from hlo_tools.targets import Target
 from pallas_kernels import attention
-from pallas_kernels.attention import backends
+from pallas_kernels.attention import backends, cudnn_backend
 from pallas_kernels.attention.arguments import make_problem
 from pallas_kernels.attention.online_tiling import Blocks
 
@@ -347,6 +348,37 @@ def test_gradient_of_lse_alone() -> None:
 
     np.testing.assert_allclose(got[0], jax.grad(plain)(q), atol=1e-6)
     assert not np.any(got[2])
+
+
+# cuDNN, emulated: what is asked of it
+
+CUDNN_CASES = (
+    "causal", "causal, empty rows", "causal window", "window", "mask", "bias",
+    "bias of heads", "segments, causal", "lengths", "sinks, empty rows",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "sinks, empty rows" else SLOW)
+        for name in CUDNN_CASES
+    ],
+)
+def test_cudnn(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(cudnn_backend, "training_call", emulated_training_call)
+    monkeypatch.setattr(cudnn_backend, "backward_call", emulated_backward_call)
+    make_case(name, "bfloat16", with_lse=False).check(implementation="cudnn")
+
+
+def test_cudnn_refuses_the_gradient_of_lse() -> None:
+    x = jnp.ones((1, 8, 1, 8), jnp.bfloat16)
+
+    def loss(x):
+        return attention(x, x, x, return_lse=True, implementation="cudnn")[1].sum()
+
+    with pytest.raises(UnsupportedError, match="cudnn: it has no gradient of the log"):
+        jax.grad(loss)(x)
 
 
 # Choosing a backend

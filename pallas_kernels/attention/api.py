@@ -108,7 +108,7 @@ def attention(
             "config: is for one implementation, expected implementation='name' with"
             f" it, got implementation={implementation!r}"
         )
-    call = Call(problem, candidates, config, deterministic)
+    call = Call(problem, candidates, config, return_lse, deterministic)
     results: Any = attend(call, alike_under_shard_map(operands))
     out, lse = results
     out = out.reshape(*q.shape[:-1], problem.value_dim)

@@ -21,6 +21,7 @@ from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operan
 # name -> "module:attribute", in the order in which they are tried
 BACKENDS: dict[str, str] = {
     "tpu": "pallas_kernels.attention.tpu_backend:BACKEND",
+    "cudnn": "pallas_kernels.attention.cudnn_backend:BACKEND",
     "online": "pallas_kernels.attention.online_backend:BACKEND",
     "reference": "pallas_kernels.attention.reference:BACKEND",
 }
@@ -51,6 +52,8 @@ class Backend:
         * dout) - dlse, in the dtype and shape of lse. `Gradients.bias` is None
         unless `wants_bias`. If `deterministic`, two runs agree bit for bit.
       deterministic: whether `backward` can be; taken as True where it is missing.
+      takes_out: whether `backward` takes the final out [B,T,H,Dv] in place of delta,
+        and has no gradient of lse; taken as False where it is missing.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Backend:
     supports_backward: Callable[[AttentionProblem, Target, bool], str | None]
     backward: Callable[..., Gradients]
     deterministic: bool = True
+    takes_out: bool = False
 
 
 @functools.cache
@@ -127,9 +131,19 @@ class Candidates:
         return self._first(why_not, "attention")
 
     def backward(
-        self, problem: AttentionProblem, wants_bias: bool, deterministic: bool
+        self,
+        problem: AttentionProblem,
+        wants_bias: bool,
+        with_lse: bool,
+        deterministic: bool,
     ) -> Any:
         """Returns the first backend that can compute the gradients of `problem`.
+
+        Args:
+          problem: the problem.
+          wants_bias: whether that of the bias is wanted.
+          with_lse: whether the logsumexp has a cotangent as well.
+          deterministic: whether two runs have to agree.
 
         Raises:
           UnsupportedError: none can; says why, one by one.
@@ -138,6 +152,8 @@ class Candidates:
         def why_not(backend: Any, target: Target) -> str | None:
             if deterministic and not getattr(backend, "deterministic", True):
                 return "its gradients are not deterministic"
+            if with_lse and getattr(backend, "takes_out", False):
+                return "it has no gradient of the logsumexp"
             return backend.supports(problem, target) or backend.supports_backward(
                 problem, target, wants_bias
             )

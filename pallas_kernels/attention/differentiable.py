@@ -31,13 +31,30 @@ class Call:
       problem: what is computed.
       candidates: what may compute it.
       config: for the backend, or None.
+      with_lse: the caller uses the logsumexp.
       deterministic: two runs of the backward pass shall agree bit for bit.
     """
 
     problem: AttentionProblem
     candidates: Candidates
     config: Any
+    with_lse: bool
     deterministic: bool
+
+    @property
+    def seen(self) -> AttentionProblem:
+        """What backends see of the problem."""
+        return replace(self.problem, sinks=False)
+
+    def forward_backend(self) -> Any:
+        """Returns what computes the results."""
+        return self.candidates.forward(self.seen)
+
+    def backward_backend(self, wants_bias: bool) -> Any:
+        """Returns what computes the gradients."""
+        return self.candidates.backward(
+            self.seen, wants_bias, self.with_lse, self.deterministic
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -65,10 +82,7 @@ def _attend_forward(call: Call, primals: Operands) -> tuple[Any, Any]:
     operands = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
     bias: Any = primals.bias
     wants_bias = bias is not None and bias.perturbed
-    # Refuse before the forward pass runs, not after it.
-    call.candidates.backward(
-        _without_sinks(call.problem), wants_bias, call.deterministic
-    )
+    call.backward_backend(wants_bias)  # refuses now, not after the forward pass
     results: Any = attend(call, operands)
     out, lse = results
     # Residuals are arrays; a flag is whether there is a node.
@@ -95,7 +109,7 @@ def _attend_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Opera
         dout, delta = _without_lost_rows(lse, delta, dout)
     found = _backward(
         call, flag is not None, operands._replace(sinks=None),
-        jnp.where(empty, jnp.inf, lse), delta, dout,
+        jnp.where(empty, jnp.inf, lse), delta, out, dout,
     )  # fmt: skip
     dsinks = None
     if operands.sinks is not None:
@@ -142,16 +156,10 @@ def alike_under_shard_map(operands: Operands) -> Operands:
     return jax.tree.map(lambda x: jnp.where(always, x, jnp.zeros_like(x)), operands)
 
 
-def _without_sinks(problem: AttentionProblem) -> AttentionProblem:
-    return replace(problem, sinks=False)
-
-
 # Compiled once, also where the caller has no jit of its own.
 @functools.partial(jax.jit, static_argnums=(0,))
 def _run_forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    problem = _without_sinks(call.problem)
-    backend = call.candidates.forward(problem)
-    return backend.forward(problem, call.config, operands)
+    return call.forward_backend().forward(call.seen, call.config, operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -161,12 +169,13 @@ def _run_backward(
     operands: Operands,
     lse: jax.Array,
     delta: jax.Array,
+    out: jax.Array,
     dout: jax.Array,
 ) -> Gradients:
-    problem = _without_sinks(call.problem)
-    backend = call.candidates.backward(problem, wants_bias, call.deterministic)
+    backend = call.backward_backend(wants_bias)
+    row = out if getattr(backend, "takes_out", False) else delta
     return backend.backward(
-        problem, call.config, operands, lse, delta, dout, wants_bias,
+        call.seen, call.config, operands, lse, row, dout, wants_bias,
         call.deterministic,
     )  # fmt: skip
 
@@ -193,6 +202,7 @@ def _backward(
     operands: Operands,
     lse: jax.Array,
     delta: jax.Array,
+    out: jax.Array,
     dout: jax.Array,
 ) -> Gradients:
     """Runs the backward pass of a backend; vmap makes the batch larger."""
@@ -218,7 +228,7 @@ def _backward(
             found = found._replace(bias=dbias.astype(operands.bias.dtype))
         return found, jax.tree.map(lambda _: True, found)
 
-    return run(operands, lse, delta, dout)
+    return run(operands, lse, delta, out, dout)
 
 
 def _fold(
