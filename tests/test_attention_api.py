@@ -19,6 +19,7 @@ from hlo_tools.targets import Target
 from pallas_kernels import attention
 from pallas_kernels.attention import backends, cudnn_backend
 from pallas_kernels.attention.arguments import make_problem
+from pallas_kernels.attention.feature_table import feature_table
 from pallas_kernels.attention.online_tiling import Blocks
 
 SLOW = pytest.mark.slow
@@ -389,6 +390,10 @@ def test_rows_of_the_table() -> None:
         backend = backends.load_backend(name)
         assert backend.name == name
         assert set(backend.platforms) <= {"cpu", "gpu", "tpu"}
+
+
+def test_readme_has_the_table_of_features(repo_dir) -> None:
+    assert feature_table() in (repo_dir / "README.md").read_text()
 
 
 def test_default_is_the_first_that_can() -> None:

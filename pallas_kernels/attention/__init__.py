@@ -6,6 +6,8 @@ and a backend of the table in backends.py computes:
 
 | file | backend | runs on |
 |---|---|---|
+| tpu_backend.py | "tpu", Pallas kernels | TPUs |
+| cudnn_backend.py | "cudnn", cuDNN's fused attention | NVIDIA GPUs |
 | reference.py | "reference", all scores in memory | anything |
 | online_backend.py | "online", online softmax in plain JAX | anything |
 

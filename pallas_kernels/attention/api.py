@@ -76,7 +76,7 @@ def attention(
         value.
       return_lse: whether to return the logsumexp of the scores too.
       implementation: a name, or names in the order in which to try them, of
-        "reference", "online", "tpu" and others in
+        "tpu", "cudnn", "online", "reference" and others in
         `pallas_kernels.attention.backends.BACKENDS`. None tries all that are for the
         device, fastest first. A single name is run on any device, as when a kernel
         is interpreted or compiled for another one.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -195,27 +195,3 @@ def default_target() -> Target:
         device = jax.devices(device)[0]
     # Neither the device itself nor how many there are may change what is traced.
     return replace(Target.from_devices([device]), devices=(device,))
-
-
-def support_matrix(
-    problems: dict[str, AttentionProblem], targets: Iterator[tuple[str, Target]]
-) -> dict[str, dict[str, tuple[str | None, str | None]]]:
-    """Returns why backends can not run problems, for tables in documents.
-
-    Args:
-      problems: by the name of the feature that they show.
-      targets: (backend, target) pairs.
-
-    Returns:
-      backend -> feature -> reasons against the forward and the backward pass.
-    """
-    table: dict[str, dict[str, tuple[str | None, str | None]]] = {}
-    for name, target in targets:
-        backend = load_backend(name)
-        for feature, problem in problems.items():
-            seen = replace(problem, sinks=False)
-            wants_bias = problem.bias is not None
-            forward = backend.supports(seen, target)
-            backward = forward or backend.supports_backward(seen, target, wants_bias)
-            table.setdefault(name, {})[feature] = (forward, backward)
-    return table

@@ -16,7 +16,11 @@ from hlo_tools.composites import AttentionSpec, rows_with_keys
 from hlo_tools.gradients import GradSpec
 from hlo_tools.targets import Target
 from pallas_kernels.attention.backends import Backend
-from pallas_kernels.attention.cudnn_calls import backward_call, training_call
+from pallas_kernels.attention.cudnn_calls import (
+    HALF_DTYPES,
+    backward_call,
+    training_call,
+)
 from pallas_kernels.attention.cudnn_grad import GRAD
 from pallas_kernels.attention.cudnn_plan import make_plan, scores_bias
 from pallas_kernels.attention.online_backend import make_spec
@@ -98,6 +102,10 @@ def _unsupported(
     sizes = (problem.batch, problem.q_len, problem.k_len, problem.heads)
     if 0 in (*sizes, problem.head_dim, problem.value_dim):
         return "an operand is empty"
+    if problem.dtype not in HALF_DTYPES:
+        return f"takes bfloat16 and float16, not {problem.dtype}"
+    if problem.bias_dtype == "float64":
+        return "would round the float64 bias to float32"
     wanted, dtypes = ("q", "k", "v"), (problem.dtype,) * 3
     if wants_bias and problem.bias_dtype is not None:
         wanted, dtypes = (*wanted, 0), (*dtypes, problem.bias_dtype)
