@@ -528,6 +528,10 @@ WRONG = {
     "unknown name": (
         {"implementation": "onlien"}, UnknownNameError, "unknown implementation",
     ),
+    "config that divides nothing": (
+        {"implementation": "online", "config": Blocks(1, 3, 16, 16)},
+        ValueError, "config: got Blocks.*, expected a kv_heads that divides 2",
+    ),
     "config for any": ({"config": SMALL_TILES}, ValueError, "config: is for one"),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from hlo_tools.targets import Target
 from pallas_kernels.attention.backends import Backend, default_target
 from pallas_kernels.attention.online_backward import online_attention_given
 from pallas_kernels.attention.online_forward import online_attention_stats
-from pallas_kernels.attention.online_tiling import choose_grad_blocks
+from pallas_kernels.attention.online_tiling import Blocks, choose_grad_blocks
 from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operands
 
 
@@ -124,12 +124,25 @@ def _visible(sides: _Sides, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
     return keep
 
 
+def _blocks(problem: AttentionProblem, config: Blocks | None) -> Blocks | None:
+    """Returns the caller's tile, no larger than the problem."""
+    if config is None:
+        return None
+    for name, size in (("batch", problem.batch), ("kv_heads", problem.kv_heads)):
+        if size % getattr(config, name):
+            raise ValueError(
+                f"config: got {config}, expected a {name} that divides {size}"
+            )
+    queries = min(config.queries, problem.q_len)
+    return config._replace(queries=queries, keys=min(config.keys, problem.k_len))
+
+
 def _forward(
     problem: AttentionProblem, config: Any, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
     spec, sides = make_spec(problem, operands)
     target = default_target()
-    blocks = config or choose_grad_blocks(spec, target)[0]
+    blocks = _blocks(problem, config) or choose_grad_blocks(spec, target)[0]
     widen = target.platform == "cpu"
     out, top, total = online_attention_stats(spec, blocks, widen, *operands[:3], *sides)
     seen = total > 0
@@ -155,7 +168,7 @@ def _backward(
     if wants_bias and problem.bias_dtype is not None:
         wanted, dtypes = (*wanted, 0), (*dtypes, problem.bias_dtype)
     grad = GradSpec(wanted, dtypes, problem.dtype)
-    blocks = config or choose_grad_blocks(spec, target)[1]
+    blocks = _blocks(problem, config) or choose_grad_blocks(spec, target)[1]
     found = online_attention_given(
         spec, grad, blocks, target.platform == "cpu",
         *operands[:3], *sides, lse, delta, dout,
