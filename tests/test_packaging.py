@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 REPO = Path(__file__).resolve().parents[1]
 DISTRIBUTION = "hlo-tools"
 PACKAGES = ("hlo_tools", "pallas_kernels", "sharding")
-EXTRAS = ("cuda", "dev", "llm", "tpu", "triton")
+EXTRAS = ("cuda", "dev", "llm", "tokamax", "tpu", "triton")
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 
 

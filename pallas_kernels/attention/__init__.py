@@ -1,4 +1,17 @@
-"""Attention: implementations of the `hlo_tools.attention` composite.
+"""Attention: a function for users, and implementations of `hlo_tools.attention`.
+
+`attention` is the function. A call is an `AttentionProblem` and its `Operands`
+(problem.py), which arguments.py makes, differentiable.py gives gradients and vmap,
+and a backend of the table in backends.py computes:
+
+| file | backend | runs on |
+|---|---|---|
+| tpu_backend.py | "tpu", Pallas kernels | TPUs |
+| cudnn_backend.py | "cudnn", cuDNN's fused attention | NVIDIA GPUs |
+| reference.py | "reference", all scores in memory | anything |
+| online_backend.py | "online", online softmax in plain JAX | anything |
+
+The compiler stage binds sites of the composite `hlo_tools.attention` to:
 
 | file | runs on | what it is |
 |---|---|---|
@@ -22,3 +35,8 @@
 online, cudnn and tpu have an `IMPLEMENTATION` each, see `hlo_tools.composites`; its
 `grad` runs a site together with its backward pass, see `hlo_tools.gradients`.
 """
+
+from pallas_kernels.attention.api import attention
+from pallas_kernels.attention.problem import AttentionProblem
+
+__all__ = ["AttentionProblem", "attention"]

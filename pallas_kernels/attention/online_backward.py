@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hlo_tools.composites import AttentionSpec, rows_with_keys
-from hlo_tools.gradients import GradSpec
+from hlo_tools.gradients import GradSpec, Wanted
 from pallas_kernels.attention.online_backward_tiles import Backward, Whole
 from pallas_kernels.attention.online_tiling import Blocks
 
@@ -76,6 +76,59 @@ def online_attention_grads(
     found = backward(Whole(q, keys, values, tuple(sides), out, top, total, dout))
     if of_all_values is not None and "v" in found:
         found["v"] = found["v"] + of_all_values[..., None]
+    return _results(spec, grad, found)
+
+
+def online_attention_given(
+    spec: AttentionSpec,
+    grad: GradSpec,
+    blocks: Blocks,
+    widen: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *rest: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Computes the gradients tile by tile, from given statistics of the rows.
+
+    Args:
+      spec: the site; rows that see no key get no gradient.
+      grad: what is wanted.
+      blocks: the tile.
+      widen: compute the products in `spec.compute_dtype`, see `product_dtypes`.
+      q: [B,T,H,D].
+      k: [B,S,K,D].
+      v: [B,S,K,Dv].
+      *rest: the sides [B|1,K|1,G|1,T|1,S|1] each; then the logsumexp, +inf in rows
+        that see no key, and what is taken from dP, both [B,H,T]; then dout
+        [B,T,H,Dv].
+
+    Returns:
+      The gradients in the order of `grad.wanted`, in `grad.dtypes`.
+    """
+    sides, (lse, delta, dout) = list(rest[:-3]), rest[-3:]
+    for number in grad.sides:
+        sides[number] = _varying_like(sides[number], q)
+    backward = Backward(spec, grad, blocks, widen, sweep=False)
+    grouped = (spec.batch, spec.q_len, spec.kv_heads, spec.group, -1)
+    row_shape = (spec.batch, spec.kv_heads, spec.group, spec.q_len)
+    q, dout = (x.reshape(grouped) for x in (q, dout))
+    lse, delta = (x.reshape(row_shape) for x in (lse, delta))
+    keys = jnp.transpose(k.astype(backward.score_operand), (0, 2, 1, 3))
+    values = jnp.transpose(v.astype(backward.value_operand), (0, 2, 1, 3))
+    found = backward(
+        Whole(
+            q, keys, values, tuple(sides),
+            out=dout, top=lse, total=jnp.ones_like(lse), dout=dout, delta=delta,
+        )
+    )  # fmt: skip
+    return _results(spec, grad, found)
+
+
+def _results(
+    spec: AttentionSpec, grad: GradSpec, found: dict[Wanted, jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Returns the gradients that `Backward` found in their own shapes and dtypes."""
     results = []
     for name, dtype in zip(grad.wanted, grad.dtypes, strict=True):
         array = found[name].astype(dtype)

@@ -27,6 +27,9 @@ class Whole(NamedTuple):
       k, v: [B,K,S,*].
       sides: as they come.
       top, total: [B,K,G,T], maximum and sum of exponentials.
+      delta: [B,K,G,T], sum of P * dP, less the gradient of the logsumexp; None if it
+        is to be worked out. Where it is given, so are `top` and `total`, and all
+        three are taken as they are.
     """
 
     q: jax.Array
@@ -37,6 +40,7 @@ class Whole(NamedTuple):
     top: jax.Array
     total: jax.Array
     dout: jax.Array
+    delta: jax.Array | None = None
 
 
 class _Kept(NamedTuple):
@@ -148,7 +152,7 @@ class Backward:
             return tuple(sums[name] for name in wanted), kept
 
         # Room for one query block, made once: no block reads what another left.
-        room = self._room(whole) if self._sweep else None
+        room = self._room(whole) if self._sweep and whole.delta is None else None
         carry = lax.fori_loop(0, tiling.count, query_block, (zeros, room))
         return dict(zip(wanted, carry[0], strict=True))
 
@@ -181,6 +185,8 @@ class Backward:
             dout = jnp.where(fresh, dout, 0)
         if kept is None:
             rows = self._given(whole, at, q, dout)
+            if fresh is not None and rows.delta is not None:
+                rows = rows._replace(delta=jnp.where(fresh[..., 0], rows.delta, 0))
         else:
             rows = self._swept(whole, at, q, dout, kept)
         columns = {
@@ -255,6 +261,9 @@ class Backward:
         rows = _Rows(q, dout, top, 1 / total, None)
         if self._only_values:
             return rows
+        if whole.delta is not None:
+            delta = tiles.slice_tile(whole.delta, place, at.lead)
+            return rows._replace(delta=delta.reshape(top.shape))
         if not self._out_is_coarse:
             out = tiling.rows(at, whole.out).astype(dtype)
             return rows._replace(delta=(dout * out).sum(-1))
@@ -347,7 +356,7 @@ class Backward:
         if rows.delta is None or self._only_values:
             return terms
         centered = dprobs - rows.delta[..., None]
-        if tiling.key_block_count == 1:
+        if tiling.key_block_count == 1 and whole.delta is None:
             # Its mean is 0, but for the rounding of delta. Taking that off too leaves
             # an error of eps * |dP - delta|, where delta alone leaves eps * |dP|.
             centered -= (probs * centered).sum(-1, keepdims=True)

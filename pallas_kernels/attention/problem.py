@@ -132,6 +132,39 @@ class Gradients(NamedTuple):
     bias: Array | None = None
 
 
+def operand_shapes(problem: AttentionProblem) -> Operands:
+    """Returns shapes and dtypes of a problem's operands, as `jax.ShapeDtypeStruct`."""
+    keys = (problem.batch, problem.k_len, problem.kv_heads)
+
+    def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def integers(there: bool, *shape: int) -> jax.ShapeDtypeStruct | None:
+        return array("int32", problem.batch, *shape) if there else None
+
+    bias = None
+    if problem.bias is not None and problem.bias_dtype is not None:
+        bias = array(problem.bias_dtype, *problem.bias)
+    return Operands(
+        q=array(
+            problem.dtype,
+            problem.batch,
+            problem.q_len,
+            problem.heads,
+            problem.head_dim,
+        ),
+        k=array(problem.dtype, *keys, problem.head_dim),
+        v=array(problem.dtype, *keys, problem.value_dim),
+        bias=bias,
+        mask=None if problem.mask is None else array("bool", *problem.mask),
+        q_segments=integers(problem.segments, problem.q_len),
+        k_segments=integers(problem.segments, problem.k_len),
+        q_lengths=integers(problem.q_lengths),
+        k_lengths=integers(problem.k_lengths),
+        sinks=array("float32", problem.heads) if problem.sinks else None,
+    )
+
+
 def named_parts(problem: AttentionProblem) -> dict[str, Any]:
     """Returns the parts that differ from plain attention, for messages and reports."""
     sizes = {"batch", "q_len", "k_len", "heads", "kv_heads", "head_dim", "value_dim"}

@@ -23,7 +23,7 @@ from pallas_kernels.attention import cost, cost_accelerators_grad, tiles
 from pallas_kernels.attention import tpu_grad_kernels as kernels
 from pallas_kernels.attention.empty_rows import add_empty_rows, without_empty_rows
 from pallas_kernels.attention.tpu_blocks import LANES, pad, padded_length
-from pallas_kernels.attention.tpu_tiles import Form
+from pallas_kernels.attention.tpu_tiles import Form, Sides
 
 # Largest first: six float32 tiles, double-buffered operands and the sums fit the
 # 16 MiB of VMEM that a kernel gets, at head dim 256 in float32.
@@ -58,10 +58,12 @@ def tpu_forward(
     """
     form = make_form(spec)
     queries, keys, values = _operands(spec, q, k, v)
-    bias = scores_bias(spec, sides)
     out, largest, sums = kernels.forward(
-        form, queries, keys, values, bias, jnp.dtype(spec.out_dtype)
-    )
+        form, queries, keys, values, Sides(scores_bias(spec, sides)),
+        jnp.dtype(spec.out_dtype),
+    )  # fmt: skip
+    # A row that sees nothing: its probabilities are zero in the backward pass.
+    sums = jnp.where(sums == 0, 1, sums)
     out = jnp.transpose(out[:, :, : spec.q_len, : spec.value_dim], (0, 2, 1, 3))
     largest, sums = (x[:, :, 0, : spec.q_len] for x in (largest, sums))
     return fix_empty_rows(spec, out, v, *sides), largest, sums
@@ -90,7 +92,7 @@ def tpu_backward(
     """
     *sides, out, largest, sums, dout = rest
     form = make_form(spec)
-    bias = scores_bias(spec, tuple(sides))
+    added = Sides(scores_bias(spec, tuple(sides)))
     # NaN where `fix_empty_rows` put it would spread
     seen_out = without_empty_rows(spec, out, *sides).astype(jnp.float32)
     delta = (seen_out * dout.astype(jnp.float32)).sum(-1)  # [B,T,H]
@@ -106,11 +108,11 @@ def tpu_backward(
     dtypes = dict(zip(grad.wanted, grad.dtypes, strict=True))
     results: dict[Wanted, jax.Array] = {}
     if "q" in dtypes:
-        dq = kernels.query_gradient(form, operands, bias, jnp.dtype(dtypes["q"]))
+        dq = kernels.query_gradient(form, operands, added, jnp.dtype(dtypes["q"]))
         results["q"] = _cut(dq, q.shape)
     if "k" in dtypes or "v" in dtypes:
         key_dtypes = (dtypes.get("k", spec.k_dtype), dtypes.get("v", spec.v_dtype))
-        dk, dv = kernels.key_gradients(form, operands, bias, key_dtypes)
+        dk, dv = kernels.key_gradients(form, operands, added, key_dtypes)
         results["k"] = _cut(dk, k.shape)
         results["v"] = add_empty_rows(spec, _cut(dv, v.shape), dout, *sides)
     return tuple(results[name] for name in grad.wanted)
