@@ -37,7 +37,6 @@ FREE = {
         "l2_efficiency", "memory_overlap", "tail",
     ),
 }  # fmt: skip
-FREE["attention-backward-two-kernels"] = FREE["attention-backward"]
 
 
 def fit_constants(table: MeasuredTable) -> dict[str, float]:

@@ -11,9 +11,6 @@ from pallas_kernels.kernel import KernelFamily
 FAMILIES: dict[str, str] = {
     "attention-forward": "pallas_kernels.attention.gpu_family:FORWARD",
     "attention-backward": "pallas_kernels.attention.gpu_family:BACKWARD",
-    "attention-backward-two-kernels": (
-        "pallas_kernels.attention.gpu_family:BACKWARD_TWO_KERNELS"
-    ),
 }
 
 

@@ -6,13 +6,17 @@ named barriers, of which a block has 16; copies arrive at Pallas barriers.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 # Shared memory of one block, in bytes: CUDA programming guide, compute capability 9.0.
 MAX_SHARED_BYTES = 227 * 1024
@@ -22,6 +26,9 @@ THREAD_COLUMNS = 8
 # The lower ones are Pallas's own.
 FIRST_BARRIER = 4
 LAST_BARRIER = 15
+
+# An accumulator of the tensor cores; pyright can not see through it.
+ACC: Any = plgpu.WGMMAAccumulatorRef
 
 WGMMA = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -40,7 +47,9 @@ def sync(barrier: int | jax.Array, num_threads: int) -> None:
 
 def _named_barrier(operation: str, barrier_id, num_threads: int) -> None:
     # The interpret mode knows this function by its name and its closure.
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+
+    @inline
     def bar_op(_, barrier_id):
         mgpu_utils.inline_ptx(
             f"bar.{operation} $0, {num_threads};", barrier_id.registers[()]
@@ -58,8 +67,9 @@ def tiled(shape: tuple[int, ...], dtype) -> Any:
     """
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(shape[-1] * bits)
-    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))
-    transforms = (tiling, plgpu.SwizzleTransform(swizzle))
+    kinds: Any = plgpu
+    tiling = kinds.TilingTransform((8, 8 * swizzle // bits))
+    transforms = (tiling, kinds.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
 
 
@@ -77,12 +87,12 @@ def interpreted_product(a: jax.Array, b) -> jax.Array:
     return value
 
 
-def spread(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns an array of one number a row, [m] -> [m,n]."""
     return jax.lax.broadcast_in_dim(rows, shape, [0])
 
 
-def iota(shape: tuple[int, int], dim: int) -> jax.Array:
+def iota(shape: tuple[int, ...], dim: int) -> jax.Array:
     """Returns int32 [m,n], the row or column number."""
     return plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=WGMMA)
 
@@ -95,6 +105,34 @@ def row_vector(size: int, value: float) -> jax.Array:
 def zeros(shape: tuple[int, int]) -> jax.Array:
     """Returns a float32 accumulator of zeros."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+
+
+_INTERPRETING = contextvars.ContextVar("interpreting", default=False)
+
+
+def interpreting() -> bool:
+    """Returns whether kernels are traced for the interpret mode."""
+    return _INTERPRETING.get()
+
+
+@contextlib.contextmanager
+def interpret_mode(detect_races: bool = True) -> Iterator[None]:
+    """Runs kernels on the CPU as long as it lasts, thread by thread, for tests.
+
+    Args:
+      detect_races: report accesses to shared memory that nothing keeps apart.
+    """
+    params = plgpu.InterpretGPUParams(
+        detect_races=detect_races, inline_mgpu="_hack_model_inline_mgpu_tokamax"
+    )
+    device = AbstractDevice("NVIDIA H200", platform="gpu", num_cores=132)
+    mesh = AbstractMesh((), (), abstract_device=device)
+    token = _INTERPRETING.set(True)
+    try:
+        with use_abstract_mesh(mesh), plgpu.force_gpu_interpret_mode(params):
+            yield
+    finally:
+        _INTERPRETING.reset(token)
 
 
 @functools.cache

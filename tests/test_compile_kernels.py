@@ -131,9 +131,6 @@ KERNELS: dict[str, Kernel] = {
         for name, module in {
             "attention-forward": "pallas_kernels.attention.gpu_forward",
             "attention-backward": "pallas_kernels.attention.gpu_backward",
-            "attention-backward-two-kernels": (
-                "pallas_kernels.attention.gpu_backward_two_kernels"
-            ),
         }.items()
     },
 }

@@ -1,6 +1,5 @@
 """The Hopper attention families: tiles counted, limits, and what predictions follow."""
 
-import dataclasses
 import heapq
 import itertools
 import math
@@ -14,11 +13,9 @@ from hlo_tools.targets import Target
 from pallas_kernels.attention import gpu_family, gpu_presets, hopper_attention
 from pallas_kernels.attention.gpu_family import (
     BACKWARD,
-    BACKWARD_TWO_KERNELS,
     FORWARD,
     BackwardConfig,
     ForwardConfig,
-    TwoKernelConfig,
 )
 from pallas_kernels.attention.hopper_model import (
     AT_MOST_ONE,
@@ -31,7 +28,7 @@ from pallas_kernels.fitting import fit
 from pallas_kernels.tuning import ConfigSelector
 
 H200 = Target.parse("h200")
-FAMILIES = (FORWARD, BACKWARD, BACKWARD_TWO_KERNELS)
+FAMILIES = (FORWARD, BACKWARD)
 by_name = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
 
@@ -158,7 +155,7 @@ def test_parts_cost_what_they_should(family) -> None:
 def test_grouped_heads_read_keys_once() -> None:
     def traffic(kv_heads):
         what = problem(1024, heads=16, batch=8, kv_heads=kv_heads)
-        found = FORWARD.predict(what, ForwardConfig(128, 128, 2, 2), H200)
+        found = FORWARD.predict(what, ForwardConfig(128, 2, 2), H200)
         return {term.name: term.busy for term in found.terms}
 
     many, few = traffic(16), traffic(2)
@@ -177,20 +174,18 @@ def test_known_forward_rates_are_met_within_a_fifth() -> None:
 
 
 LIMITS = [
-    (FORWARD, ForwardConfig(128, 176, 2, 2), 128, None),
-    (FORWARD, ForwardConfig(128, 192, 2, 2), 128, "registers"),
-    (FORWARD, ForwardConfig(128, 80, 2, 2), 256, None),
-    (FORWARD, ForwardConfig(128, 96, 2, 2), 256, "shared memory"),
-    (FORWARD, ForwardConfig(192, 128, 2, 3), 128, "160 registers"),
-    (FORWARD, ForwardConfig(128, 128, 2, 3), 128, "64 rows for each"),
-    (FORWARD, ForwardConfig(128, 120, 2, 2), 128, "multiple of 16"),
-    (FORWARD, ForwardConfig(128, 128, 1, 2), 128, "two stages"),
-    (FORWARD, ForwardConfig(256, 64, 2, 4), 128, "compute_warpgroups"),
-    (BACKWARD, BackwardConfig(64, 128, 2, 2), 128, None),
-    (BACKWARD, BackwardConfig(80, 128, 2, 2), 128, "registers"),
-    (BACKWARD, BackwardConfig(64, 128, 2, 2), 256, "shared memory"),
-    (BACKWARD_TWO_KERNELS, TwoKernelConfig(64, 128, 128, 64, 2, 2), 128, None),
-    (BACKWARD_TWO_KERNELS, TwoKernelConfig(64, 128, 64, 64, 2, 2), 128, "64 rows"),
+    (FORWARD, ForwardConfig(128, 2, 2), 128, None),
+    (FORWARD, ForwardConfig(192, 2, 2), 128, "shared memory"),
+    (FORWARD, ForwardConfig(256, 2, 2, persistent=False), 64, "registers"),
+    (FORWARD, ForwardConfig(64, 2, 2, persistent=False), 256, None),
+    (FORWARD, ForwardConfig(64, 2, 2, persistent=True), 256, "shared memory"),
+    (FORWARD, ForwardConfig(128, 2, 3, persistent=False), 128, "160 registers"),
+    (FORWARD, ForwardConfig(96, 2, 2), 128, "multiple of 64"),
+    (FORWARD, ForwardConfig(64, 2, 4), 128, "compute_warpgroups"),
+    (BACKWARD, BackwardConfig(64, 2, 2), 128, None),
+    (BACKWARD, BackwardConfig(128, 2, 2), 64, None),
+    (BACKWARD, BackwardConfig(64, 2, 2), 64, "no whole tiles"),
+    (BACKWARD, BackwardConfig(64, 2, 2), 256, "shared memory"),
 ]
 
 
@@ -210,8 +205,8 @@ def test_limits(family, config, depth, reason) -> None:
         (problem(), "a100", "Hopper"),
         (problem(), "v5e", "Hopper"),
         (problem(dtype="float32"), "h200", "float32"),
-        (problem(depth=260), "h200", "head_dim 260"),
-        (problem(value_dim=12), "h200", "value_dim 12"),
+        (problem(depth=320), "h200", "head_dim 320"),
+        (problem(value_dim=96), "h200", "value_dim 96"),
     ],
 )
 def test_what_no_configuration_can_run(family, what, device, reason) -> None:
@@ -236,7 +231,7 @@ def test_inputs_have_the_problems_shapes() -> None:
         2, 24, 40, 4, 2, 16, 8, "bfloat16", bias=(1, 4, 24, 40), bias_dtype="float32",
         mask=(2, 1, 1, 40), segments=True, q_lengths=True, k_lengths=True, sinks=True,
     )  # fmt: skip
-    operands, out, lse, dout = BACKWARD.make_inputs(what, 0)
+    operands, lse, delta, dout = BACKWARD.make_inputs(what, 0)
     (same,) = FORWARD.make_inputs(what, 0)
     shapes = {name: (x.shape, x.dtype.name) for name, x in operands._asdict().items()}
     assert shapes == {
@@ -247,8 +242,8 @@ def test_inputs_have_the_problems_shapes() -> None:
         "k_lengths": ((2,), "int32"), "sinks": ((4,), "float32"),
     }  # fmt: skip
     assert (operands.q == same.q).all()
-    assert out.shape == dout.shape == (2, 24, 4, 8)
-    assert lse.shape == (2, 4, 24)
+    assert dout.shape == (2, 24, 4, 8)
+    assert lse.shape == delta.shape == (2, 4, 24)
 
 
 def test_every_constant_has_a_source() -> None:
@@ -296,9 +291,4 @@ def test_fit_refuses() -> None:
 def test_missing_kernels_say_so() -> None:
     run = gpu_family._runner("gpu_no_such_file", "flash_forward")
     with pytest.raises(UnsupportedError, match="gpu_no_such_file"):
-        run(problem(), ForwardConfig(128, 128, 2, 2))
-
-
-def test_config_fields_are_those_the_kernels_take() -> None:
-    names = [field.name for field in dataclasses.fields(ForwardConfig)]
-    assert names == ["block_q", "block_kv", "stages", "compute_warpgroups"]
+        run(problem(), ForwardConfig(128, 2, 2))

@@ -20,6 +20,7 @@ from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operan
 
 # name -> "module:attribute", in the order in which they are tried
 BACKENDS: dict[str, str] = {
+    "mosaic-gpu": "pallas_kernels.attention.gpu:BACKEND",
     "tpu": "pallas_kernels.attention.tpu_backend:BACKEND",
     "cudnn": "pallas_kernels.attention.cudnn_backend:BACKEND",
     "online": "pallas_kernels.attention.online_backend:BACKEND",

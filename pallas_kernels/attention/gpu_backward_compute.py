@@ -101,7 +101,7 @@ class Compute:
             p, slope = self.probabilities(scores, stage, tile, masked)
             return (p, products[...]) if slope is None else (p, products[...], slope)
 
-        acc = plgpu.ACC(self.shape, jnp.float32)
+        acc = hopper.ACC(self.shape, jnp.float32)
         p, products, *slope = pl.run_scoped(multiply, acc, acc)
         return p, slope[0] if slope else None, products
 
@@ -131,7 +131,7 @@ class Compute:
             plgpu.wgmma(dv, narrow, dout)
             ds[...] = p * (ds[...] - delta)
 
-        return pl.run_state(multiply)((plgpu.ACC.init(dv), dp))
+        return pl.run_state(multiply)((hopper.ACC.init(dv), dp))
 
     def add_keys(self, dk, ds, group, stage, slot):
         """Returns dK + dS^T q, and this warpgroup's part of dS k."""
@@ -160,9 +160,9 @@ class Compute:
                 plgpu.wgmma(dk, ds, queries)
                 multiply_all(dq)
 
-            return pl.run_state(with_keys)(plgpu.ACC.init(dk)), dq[...]
+            return pl.run_state(with_keys)(hopper.ACC.init(dk)), dq[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC(part, jnp.float32))
+        return pl.run_scoped(multiply, hopper.ACC(part, jnp.float32))
 
     def add_queries(self, group, tile: Tile, dq) -> None:
         """Adds this warpgroup's part of dQ in memory."""
@@ -178,6 +178,7 @@ class Compute:
     def add_bias(self, group, tile: Tile, ds) -> None:
         """Adds the gradient of the bias in memory."""
         shape = self.kernel.problem.bias
+        assert shape is not None
         target = self.sums[1].at[
             0 if shape[0] == 1 else tile.batch,
             0 if shape[1] == 1 else tile.head,

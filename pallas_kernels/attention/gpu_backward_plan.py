@@ -10,12 +10,13 @@ from jax import lax
 from pallas_kernels import hopper
 from pallas_kernels.attention.gpu_scores import Scores, Span
 from pallas_kernels.attention.problem import AttentionProblem
+from pallas_kernels.kernel import KernelConfig
 
 KEYS_OF_WARPGROUP = 64
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(KernelConfig):
     """How the backward kernel is cut.
 
     Attributes:
@@ -32,6 +33,16 @@ class BackwardConfig:
     def block_kv(self) -> int:
         """Keys of a block."""
         return KEYS_OF_WARPGROUP * self.compute_warpgroups
+
+    def shared_bytes(self, problem: AttentionProblem, wants_bias: bool) -> int:
+        """Returns how much shared memory a block takes."""
+        depth = problem.head_dim + problem.value_dim
+        keys = self.block_kv * depth * 2
+        queries = self.stages * self.block_q * (depth * 2 + 8)
+        scores = self.block_kv * self.block_q * (2 * 2 + 4 * wants_bias)
+        rows, columns = self.dq_part(problem.head_dim)
+        dq = self.compute_warpgroups * rows * columns * 4
+        return keys + queries + scores + dq + 1024
 
     def registers(self) -> tuple[int, int]:
         """Registers of a compute thread and of a copying one."""

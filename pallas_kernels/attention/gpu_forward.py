@@ -27,16 +27,6 @@ from pallas_kernels.attention.gpu_scores import Scores
 from pallas_kernels.attention.problem import AttentionProblem, Operands
 
 
-def shared_bytes(problem: AttentionProblem, config: ForwardConfig) -> int:
-    """Returns how much shared memory a block takes."""
-    depth = problem.head_dim + problem.value_dim
-    q = config.block_q * problem.head_dim * 2
-    out = config.block_q * problem.value_dim * 2
-    tiles = config.stages * config.block_kv * depth * 2
-    together = q + out if config.persistent else max(q, out)
-    return together + tiles + config.block_q * 4 + 1024
-
-
 def flash_forward(
     problem: AttentionProblem,
     config: ForwardConfig,
@@ -85,7 +75,7 @@ def _scratch(kernel: Kernel) -> dict:
     q = hopper.tiled((groups, ROWS_OF_WARPGROUP, problem.head_dim), dtype)
     out = hopper.tiled((groups, ROWS_OF_WARPGROUP, problem.value_dim), dtype)
     return {
-        "q_and_out": (q, out) if config.persistent else plgpu.RefUnion(q, out),
+        "q_and_out": plgpu.RefUnion(q, out) if config.shares(problem) else (q, out),
         "k_tiles": hopper.tiled((stages, config.block_kv, problem.head_dim), dtype),
         "v_tiles": hopper.tiled((stages, config.block_kv, problem.value_dim), dtype),
         "lse_tile": plgpu.SMEM((groups, ROWS_OF_WARPGROUP), jnp.float32),

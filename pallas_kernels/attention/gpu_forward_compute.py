@@ -173,12 +173,12 @@ class Compute:
                 )
 
             def with_scores(raw):
-                state = (plgpu.ACC.init(acc), top, total, p, top)
+                state = (hopper.ACC.init(acc), top, total, p, top)
                 return pl.run_state(functools.partial(both, raw))(state)
 
             shape = (ROWS_OF_WARPGROUP, self.kernel.config.block_kv)
             acc, top, total, p, alpha = pl.run_scoped(
-                with_scores, plgpu.ACC(shape, jnp.float32)
+                with_scores, hopper.ACC(shape, jnp.float32)
             )
             self.barriers.release(self.barriers.v_free + before)
         acc *= hopper.spread(alpha, acc.shape)
@@ -241,7 +241,7 @@ class Compute:
             return raw[...]
 
         shape = (ROWS_OF_WARPGROUP, self.kernel.config.block_kv)
-        raw = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+        raw = pl.run_scoped(multiply, hopper.ACC(shape, jnp.float32))
         self.barriers.release(self.barriers.k_free + stage)
         return raw
 
@@ -257,7 +257,7 @@ class Compute:
                 plgpu.wgmma(acc, p, values)
                 self.await_tile("k", item, following)
 
-            acc = pl.run_state(multiply)(plgpu.ACC.init(acc))
+            acc = pl.run_state(multiply)(hopper.ACC.init(acc))
         self.barriers.release(self.barriers.v_free + stage)
         return acc
 

@@ -10,12 +10,13 @@ from jax import lax
 
 from pallas_kernels import hopper
 from pallas_kernels.attention.problem import AttentionProblem
+from pallas_kernels.kernel import KernelConfig
 
 ROWS_OF_WARPGROUP = 64
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(KernelConfig):
     """How the forward kernel is cut.
 
     Attributes:
@@ -37,6 +38,19 @@ class ForwardConfig:
     def block_q(self) -> int:
         """Queries of a block."""
         return ROWS_OF_WARPGROUP * self.compute_warpgroups
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Returns how much shared memory a block takes."""
+        q = self.block_q * problem.head_dim * 2
+        out = self.block_q * problem.value_dim * 2
+        depth = problem.head_dim + problem.value_dim
+        tiles = self.stages * self.block_kv * depth * 2
+        together = max(q, out) if self.shares(problem) else q + out
+        return together + tiles + self.block_q * 4 + 1024
+
+    def shares(self, problem: AttentionProblem) -> bool:
+        """Whether the result takes the place of q, each warpgroup's of its own."""
+        return not self.persistent and problem.head_dim == problem.value_dim
 
     def registers(self) -> tuple[int, int]:
         """Registers of a compute thread and of a copying one."""

@@ -98,14 +98,15 @@ def forward_inputs(problem: AttentionProblem, seed: int) -> tuple[Any, ...]:
 
 
 def backward_inputs(problem: AttentionProblem, seed: int) -> tuple[Any, ...]:
-    """Returns (operands, out [B,T,H,Dv], lse float32 [B,H,T], dout [B,T,H,Dv]).
+    """Returns (operands, lse and delta float32 [B,H,T], dout [B,T,H,Dv]).
 
-    Times do not depend on the values, so `out` and `lse` are not those of the
+    Times do not depend on the values, so `lse` and `delta` are not those of the
     operands: a large `lse` keeps all probabilities finite.
     """
     rows = (problem.batch, problem.q_len, problem.heads, problem.value_dim)
     first, second = jax.random.split(jax.random.key(seed + 1))
-    lse = jnp.full((problem.batch, problem.heads, problem.q_len), 20.0, jnp.float32)
-    out = jax.random.normal(first, rows, problem.dtype)
+    statistics = (problem.batch, problem.heads, problem.q_len)
+    lse = jnp.full(statistics, 20.0, jnp.float32)
+    delta = jax.random.normal(first, statistics, jnp.float32)
     dout = jax.random.normal(second, rows, problem.dtype)
-    return make_operands(problem, seed), out, lse, dout
+    return make_operands(problem, seed), lse, delta, dout

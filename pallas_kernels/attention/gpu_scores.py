@@ -221,7 +221,7 @@ class Scores:
                 x = jnp.where(visible, x, -jnp.inf)
         return x, factor * LOG2_E
 
-    def _visible(self, refs: dict, tile: Tile, shape: tuple[int, int]):
+    def _visible(self, refs: dict, tile: Tile, shape: tuple[int, ...]):
         """Yields bool [rows, keys]: where a key is visible."""
         problem = self.problem
         low, high = problem.band
@@ -243,7 +243,7 @@ class Scores:
         if problem.mask is not None:
             yield self._load(refs["mask"], problem.mask, tile, shape) != 0
 
-    def _load(self, ref, full: tuple[int, ...], tile: Tile, shape: tuple[int, int]):
+    def _load(self, ref, full: tuple[int, ...], tile: Tile, shape: tuple[int, ...]):
         """Loads the part of a bias or mask that belongs to a tile."""
         starts, whole = (tile.query, tile.key), full[2:]
         if self.transposed:
@@ -261,7 +261,7 @@ class Scores:
         return _load(part, hopper.WGMMA)
 
 
-def _along(ref, dim: int, shape: tuple[int, int]) -> jax.Array:
+def _along(ref, dim: int, shape: tuple[int, ...]) -> jax.Array:
     """Loads a vector and repeats it, to [m,n]."""
     layout = hopper.COLUMNS if dim else hopper.ROWS
     return lax.broadcast_in_dim(_load(ref, layout), shape, [dim])
@@ -284,7 +284,7 @@ def _cdiv(x, size: int):
     return lax.div(jnp.int32(x + size - 1), jnp.int32(size))
 
 
-def _padded(array: jax.Array, blocks: dict[int, int]) -> jax.Array:
+def _padded(array: Any, blocks: dict[int, int]) -> jax.Array:
     """Pads dimensions that are not 1 to multiples."""
     for dim, block in blocks.items():
         if array.shape[dim] != 1:

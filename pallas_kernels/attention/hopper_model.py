@@ -230,6 +230,15 @@ def kernel_terms(
     return Prediction(terms, {"CTAs": ctas, "waves": ctas / chip.cores})
 
 
+def scaled_prediction(prediction: Prediction, factor: float) -> Prediction:
+    """Returns a prediction all of whose terms take `factor` times as long."""
+    terms = tuple(
+        Term(term.name, term.busy * factor, term.exposed * factor)
+        for term in prediction.terms
+    )
+    return Prediction(terms, prediction.notes)
+
+
 def add_predictions(*parts: Prediction) -> Prediction:
     """Returns the prediction of kernels that run one after another."""
     names = dict.fromkeys(term.name for part in parts for term in part.terms)

@@ -1,0 +1,151 @@
+"""The Pallas kernels for Hopper GPUs as a backend.
+
+| file | what it holds |
+|---|---|
+| gpu_forward.py, gpu_forward_compute.py, gpu_forward_plan.py | the forward kernel |
+| gpu_backward.py, gpu_backward_compute.py, gpu_backward_plan.py | the backward kernel |
+| gpu_scores.py | masks, bias and softcap of a tile of scores |
+| gpu_family.py | their configurations |
+| gpu_binding.py | the sites that `hlo_tools.jit` binds to them |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hlo_tools.errors import UnsupportedError
+from hlo_tools.targets import Target
+from pallas_kernels import hopper
+from pallas_kernels.attention import gpu_family
+from pallas_kernels.attention.backends import Backend
+from pallas_kernels.attention.gpu_backward import flash_backward
+from pallas_kernels.attention.gpu_backward_plan import BackwardConfig
+from pallas_kernels.attention.gpu_forward import flash_forward
+from pallas_kernels.attention.gpu_forward_plan import ForwardConfig
+from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operands
+
+HOPPER = ("h100", "h100-pcie", "h200")
+DTYPES = ("bfloat16", "float16")
+BIAS_DTYPES = ("bfloat16", "float16", "float32")
+MAX_DEPTH = 256
+# The gradients of 64 keys are in the registers of one warpgroup.
+MAX_DEPTH_BACKWARD = 128
+# Columns that a row of swizzled shared memory has room for, of 2 bytes.
+DEPTH_MULTIPLE = 64
+
+
+def unsupported(problem: AttentionProblem, target: Target) -> str | None:
+    """Returns why the forward kernel can not compute a problem, or None."""
+    if target.spec.name not in HOPPER:
+        return f"the kernels are for Hopper GPUs, not for {target.device_kind}"
+    if problem.dtype not in DTYPES:
+        return f"operands are {problem.dtype}, not one of {', '.join(DTYPES)}"
+    if problem.bias is not None and problem.bias_dtype not in BIAS_DTYPES:
+        return f"the bias is {problem.bias_dtype}, not one of {', '.join(BIAS_DTYPES)}"
+    for name in ("head_dim", "value_dim"):
+        if getattr(problem, name) > MAX_DEPTH:
+            return f"{name} {getattr(problem, name)} is above {MAX_DEPTH}"
+    if 0 in (problem.batch, problem.heads, problem.q_len, problem.k_len):
+        return "there is nothing to compute"
+    return _refusal(lambda: gpu_family.choose_forward(_whole(problem)))
+
+
+def unsupported_backward(
+    problem: AttentionProblem, target: Target, wants_bias: bool
+) -> str | None:
+    """Returns why the backward kernel can not compute a problem, or None."""
+    reason = unsupported(problem, target)
+    if reason is not None:
+        return reason
+    for name in ("head_dim", "value_dim"):
+        if getattr(problem, name) > MAX_DEPTH_BACKWARD:
+            return f"{name} {getattr(problem, name)} is above {MAX_DEPTH_BACKWARD}"
+    return _refusal(lambda: gpu_family.choose_backward(_whole(problem)))
+
+
+def _refusal(choose: Callable[[], Any]) -> str | None:
+    try:
+        choose()
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def _whole(problem: AttentionProblem) -> AttentionProblem:
+    """Returns a problem as the kernels have it, with whole columns."""
+    multiple = DEPTH_MULTIPLE
+    return dataclasses.replace(
+        problem,
+        head_dim=-(-problem.head_dim // multiple) * multiple,
+        value_dim=-(-problem.value_dim // multiple) * multiple,
+        q_lengths=False,
+        sinks=False,
+    )
+
+
+def _whole_operands(operands: Operands) -> Operands:
+    q, k, v = (hopper.padded(x, 3, DEPTH_MULTIPLE) for x in operands[:3])
+    return operands._replace(q=q, k=k, v=v, q_lengths=None, sinks=None)
+
+
+def _forward(
+    problem: AttentionProblem, config: Any, operands: Operands
+) -> tuple[jax.Array, jax.Array]:
+    if config is None:
+        config = gpu_family.choose_forward(_whole(problem))
+    elif not isinstance(config, ForwardConfig):
+        raise UnsupportedError(f"config: got {config!r}, expected a ForwardConfig")
+    out, lse = flash_forward(
+        _whole(problem), config, _whole_operands(operands), hopper.interpreting()
+    )
+    out = out[..., : problem.value_dim]
+    if operands.q_lengths is None:
+        return out, lse
+    inside = jnp.arange(problem.q_len) < operands.q_lengths[:, None]  # [B,T]
+    out = jnp.where(inside[..., None, None], out, 0)
+    return out, jnp.where(inside[:, None], lse, -jnp.inf)
+
+
+def _backward(
+    problem: AttentionProblem,
+    config: Any,
+    operands: Operands,
+    lse: jax.Array,
+    delta: jax.Array,
+    dout: jax.Array,
+    wants_bias: bool,
+    deterministic: bool,
+) -> Gradients:
+    if not isinstance(config, BackwardConfig):  # that of the forward kernel, or none
+        config = gpu_family.choose_backward(_whole(problem))
+    found = flash_backward(
+        _whole(problem),
+        config,
+        _whole_operands(operands),
+        lse,
+        delta,
+        hopper.padded(dout, 3, DEPTH_MULTIPLE),
+        wants_bias,
+        hopper.interpreting(),
+    )
+    return found._replace(
+        q=found.q[..., : problem.head_dim],
+        k=found.k[..., : problem.head_dim],
+        v=found.v[..., : problem.value_dim],
+    )
+
+
+BACKEND = Backend(
+    name="mosaic-gpu",
+    platforms=("gpu",),
+    supports=unsupported,
+    forward=_forward,
+    supports_backward=unsupported_backward,
+    backward=_backward,
+    deterministic=False,  # blocks add to dq in any order
+)

@@ -1,0 +1,156 @@
+"""The kernels for Hopper GPUs: interpreted with race detection, and on a GPU."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from attention_cases import CASES, make_case
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from hlo_tools.errors import UnsupportedError
+from hlo_tools.targets import Target
+from pallas_kernels import attention, hopper
+from pallas_kernels.attention.gpu import BACKEND
+from pallas_kernels.attention.gpu_backward import flash_backward
+from pallas_kernels.attention.gpu_backward_plan import BackwardConfig
+from pallas_kernels.attention.gpu_family import FORWARD
+from pallas_kernels.attention.gpu_forward import flash_forward
+from pallas_kernels.attention.gpu_forward_plan import ForwardConfig
+from pallas_kernels.attention.gpu_presets import backward_inputs
+from pallas_kernels.attention.problem import AttentionProblem
+from pallas_kernels.attention.reference import attention_grads_ref, attention_ref
+
+SLOW = pytest.mark.slow
+QUICK = ("everything", "several tiles", "causal, empty rows")
+# The interpreter has no addition in memory; blocks that add to the same place race
+# there, as the copy engine's additions do not.
+SHARED_SUMS = ("several tiles", *(n for n in CASES if n.startswith("bias")))
+
+
+def has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+needs_gpu = pytest.mark.skipif(not has_gpu(), reason="no GPU")
+interpreted = pytest.mark.skipif(has_gpu(), reason="the interpreter runs on CPUs")
+
+
+def no_races() -> bool:
+    return not interpret_pallas_call.get_races().races_found
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in CASES]
+)
+def test_case(name: str) -> None:
+    with hopper.interpret_mode():
+        make_case(name, "bfloat16").check(implementation="mosaic-gpu")
+    assert no_races() or name in SHARED_SUMS or "tiles" in name
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_case_on_gpu(name: str, dtype: str) -> None:
+    make_case(name, dtype).check(implementation="mosaic-gpu")
+
+
+def problem_of(**fields: Any) -> AttentionProblem:
+    sizes = {"batch": 1, "q_len": 200, "k_len": 136, "heads": 1, "kv_heads": 1}
+    depths = {"head_dim": 64, "value_dim": 64, "dtype": "bfloat16", "scale": 0.2}
+    return AttentionProblem(**{**sizes, **depths, **fields})
+
+
+def check_forward(problem: AttentionProblem, config: ForwardConfig, **options) -> None:
+    operands = backward_inputs(problem, 0)[0]
+    run = functools.partial(flash_forward, problem, config, **options)
+    out, lse = run(operands) if options else jax.jit(run)(operands)
+    expected, expected_lse = attention_ref(problem, operands)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=2e-5)
+    assert np.abs(np.asarray(out, np.float32) - np.asarray(expected)).max() < 2e-2
+
+
+SCHEDULES = [
+    ForwardConfig(64, 2, groups, persistent, overlap)
+    for groups, persistent, overlap in (
+        (1, True, False), (1, False, True), (2, True, True), (2, False, False),
+        (3, True, False), (3, False, True),
+    )
+]  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "config", [pytest.param(c, marks=SLOW if n > 2 else ()) for n, c in
+               enumerate(SCHEDULES)], ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("band", [{}, {"causal": True, "window": (70, None)}])
+def test_schedules(config: ForwardConfig, band: dict) -> None:
+    with hopper.interpret_mode():
+        check_forward(problem_of(**band), config, interpret=True)
+    assert no_races()
+
+
+@needs_gpu
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("band", [{}, {"causal": True, "window": (700, None)}])
+def test_configurations_on_gpu(depth: int, band: dict) -> None:
+    sizes = {"q_len": 1000, "k_len": 1100, "heads": 4, "kv_heads": 2, "batch": 2}
+    problem = problem_of(**sizes, head_dim=depth, value_dim=depth, **band)
+    for config in FORWARD.candidates(problem, Target.parse("h200"))[::3]:
+        assert isinstance(config, ForwardConfig)
+        check_forward(problem, config)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "config", [BackwardConfig(64, 2, 1), BackwardConfig(128, 2, 2),
+               pytest.param(BackwardConfig(64, 1, 1), marks=SLOW)], ids=str,
+)  # fmt: skip
+def test_backward_configurations(config: BackwardConfig) -> None:
+    problem = problem_of(causal=True, k_len=100)
+    operands, _, _, dout = backward_inputs(problem, 0)
+    out, lse = attention_ref(problem, operands)
+    delta = (out * dout).sum(-1).swapaxes(1, 2).astype("float32")
+    with hopper.interpret_mode():
+        found = flash_backward(
+            problem, config, operands, lse, delta, dout, interpret=True
+        )
+    expected = attention_grads_ref(problem, operands, lse, delta, dout)
+    for got, want in zip(found[:3], expected[:3], strict=True):
+        want = np.asarray(want, np.float32)
+        assert np.abs(np.asarray(got, np.float32) - want).max() < 2e-2 * want.max()
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "words"),
+    [
+        ({}, "a100", "for Hopper GPUs"),
+        ({}, "v5e", "for Hopper GPUs"),
+        ({"dtype": "float32"}, "h200", "operands are float32"),
+        ({"head_dim": 320}, "h200", "head_dim 320 is above 256"),
+        ({"k_len": 0}, "h200", "nothing to compute"),
+        ({"bias": (1, 1, 200, 136), "bias_dtype": "float64"}, "h200", "bias is"),
+    ],
+)
+def test_refusals(fields: dict, device: str, words: str) -> None:
+    reason = BACKEND.supports(problem_of(**fields), Target.parse(device))
+    assert reason is not None
+    assert words in reason
+
+
+def test_deep_gradients_are_refused() -> None:
+    problem, target = problem_of(head_dim=256), Target.parse("h200")
+    assert BACKEND.supports(problem, target) is None
+    reason = BACKEND.supports_backward(problem, target, False)
+    assert reason is not None
+    assert "head_dim 256 is above 128" in reason
+
+
+def test_a_wrong_configuration() -> None:
+    q = np.zeros((1, 8, 1, 64), jax.numpy.bfloat16)
+    with pytest.raises(UnsupportedError, match="expected a ForwardConfig"):
+        attention(q, q, q, implementation="mosaic-gpu", config=(1, 2))
