@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hlo_tools.matching.algebra import RELATIVE, TooLargeError
-from hlo_tools.matching.cotangents import Cotangents, GradOutput
-from hlo_tools.matching.dependents import Dependents, collect
-from hlo_tools.matching.expressions import Expr, is_float
+from hlo_tools.matching.cotangents import GradOutput
+from hlo_tools.matching.dependents import collect
+from hlo_tools.matching.expressions import Expr
 from hlo_tools.matching.index_space import (
     IncompatibleReshapeError,
     Index,
@@ -39,9 +39,9 @@ from hlo_tools.matching.reader import (
     int_array,
     is_plain_sum,
     result_index,
-    table_of,
 )
 from hlo_tools.matching.recomputed import products_of
+from hlo_tools.matching.side_gradients import SideGradients
 from hlo_tools.matching.visibility import guard, require_visible_keys
 
 if TYPE_CHECKING:
@@ -75,18 +75,19 @@ def match_gradients(attempt: Attempt, match: AttentionMatch) -> list[GradMatch]:
 
     Raises:
       SplitAtomError: finer atoms are needed.
+      CutError: the site has to take a part of its scores as an operand.
     """
     return _Backward(attempt, match).run()
 
 
-class _Backward(Cotangents):
+class _Backward(SideGradients):
     def run(self) -> list[GradMatch]:
         match = self.match
         self._name_leaves()
         self.reader.origin = self.hops.origin
         starts = [(match.score.value, match.score.index), *self._scores_again()]
         self.again = {value for value, _ in starts[1:]}
-        found = collect(self.hops, starts, {match.out})
+        self.found = found = collect(self.hops, starts, {match.out})
         sums = [self.keys, self.value, match.axes.rows, ()]
         self.polynomials = Polynomials(
             self.reader, self.keys, sums, found.index, self._product
@@ -98,7 +99,7 @@ class _Backward(Cotangents):
         for values in (False, True):
             for product in found.products:
                 self._try(self._product_output, values, *product)
-        self._side_outputs(found)
+        self._side_outputs()
         matches = self._collected()
         if matches and self.polynomials.subtracts_logsumexp:
             try:
@@ -263,51 +264,6 @@ class _Backward(Cotangents):
             raise NoMatchError(f"the gradient of {wanted} is computed twice")
         group.outputs.append(GradOutput(wanted, value, index, factor))
         group.members |= {op.results[0], *between, *above}
-
-    def _side_leaves(self) -> list[Expr]:
-        return [
-            node
-            for node in self.match.scores.walk()
-            if node.kind == "leaf"
-            and is_float(node.dtype)
-            and table_of(node.value) is None
-        ]
-
-    def _side_outputs(self, found: Dependents) -> None:
-        leaves = self._side_leaves()
-        if not leaves:
-            return
-        candidates = list(found.exits)
-        for value, index in found.index.items():
-            op = defining_op(value)
-            if index is not None and op.operation.name == "stablehlo.reduce":
-                candidates.append((value, index))
-        seen: set = set()
-        for value, index in candidates:
-            if value not in seen and value != self.match.out:
-                seen.add(value)
-                self._try(self._side_output, leaves, value, index)
-
-    def _side_output(self, leaves, value, index: Index) -> None:
-        index = tuple(self.space.expand(dim) for dim in index)
-        atoms = atoms_of(index)
-        fitting = [leaf for leaf in leaves if atoms_of(leaf.index) == atoms]
-        if not fitting:
-            return
-        poly = self.polynomials.of(self.reader.read(value, index))
-        key = self._cotangent_in(poly)
-        if key is None:
-            return
-        group = self.groups[key]
-        for leaf in fitting:
-            by_leaf = derivative(self.polynomials, self.match.scores, leaf)
-            whole = self._expected(key) * by_leaf
-            ratio = poly.ratio_to(whole.sum_over(self.all_atoms - atoms))
-            if ratio is None or any(o.wanted is leaf for o in group.outputs):
-                continue
-            group.outputs.append(GradOutput(leaf, value, index, ratio))
-            group.members.add(value)
-            return
 
     def _collected(self) -> list[GradMatch]:
         matches = []

@@ -36,6 +36,8 @@ class Polynomials:
         self._memo: dict[int, Poly] = {}
         # whether an exponential of x - logsumexp(x) was met
         self.subtracts_logsumexp = False
+        # values computed from what the scores depend on; looked into as well
+        self.functions: set = set()
         # called with (body, axes) of a sum; may return it in another form
         self.contraction = lambda body, axes: None
 
@@ -75,7 +77,8 @@ class Polynomials:
             return None
         op = defining_op(expr.value)
         convert = op is not None and op.operation.name == "stablehlo.convert"
-        if not convert and expr.value not in self.dependents:
+        known = expr.value in self.dependents or expr.value in self.functions
+        if not convert and not known:
             return None
         found = self.reader.expand(expr.value, expr.index)
         return None if found is None or found is expr else found
