@@ -40,7 +40,7 @@ from hlo_tools.matching.reader import (
     is_plain_sum,
     result_index,
 )
-from hlo_tools.matching.recomputed import products_of
+from hlo_tools.matching.recomputed import products_of, twins_of_site
 from hlo_tools.matching.side_gradients import SideGradients
 from hlo_tools.matching.visibility import guard, require_visible_keys
 
@@ -86,6 +86,8 @@ class _Backward(SideGradients):
         self._name_leaves()
         self.reader.origin = self.hops.origin
         starts = [(match.score.value, match.score.index), *self._scores_again()]
+        if len(starts) == 1:
+            starts += self._scores_of_twins()
         self.again = {value for value, _ in starts[1:]}
         self.found = found = collect(self.hops, starts, {match.out})
         sums = [self.keys, self.value, match.axes.rows, ()]
@@ -174,6 +176,20 @@ class _Backward(SideGradients):
 
         products_of(self.hops, self.targets["k"], attempt)
         return list(found.items())
+
+    def _scores_of_twins(self) -> list[tuple[object, Index]]:
+        """Returns the products of queries and keys that are computed once more."""
+        match = self.match
+        leaves = [node.value for node in match.scores.walk() if node.kind == "leaf"]
+        found = twins_of_site(
+            self.hops, match.score.value, match.value_product.results[0]
+        )
+        if found:
+            operands = [match.q.value, match.k.value, match.v.value]
+            self.hops.originals = list(dict.fromkeys([*operands, *leaves]))
+        for value in found:
+            self.reader.remember(value, match.score.index, match.score)
+        return [(value, match.score.index) for value in found]
 
     def _product_output(self, values: bool, op, number: int, index: Index) -> None:
         index = tuple(self.space.expand(dim) for dim in index)

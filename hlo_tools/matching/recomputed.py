@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hlo_tools.matching.dependents import carried_on
+from jax.extend.mlir import ir
+
+from hlo_tools.matching.dependents import carried_on, terminals
 from hlo_tools.matching.hops import Hops
 from hlo_tools.matching.index_space import Index
 from hlo_tools.matching.operands import Step
 from hlo_tools.matching.products import rounds_at_most
+from hlo_tools.matching.reader import defining_op
+from hlo_tools.matching.twins import TwinHops
 
 _MOST_VALUES = 200
 
@@ -47,3 +51,48 @@ def _moved(hops: Hops, use, value, index: Index) -> Iterator[tuple[object, Index
     for result, inner in carried_on(hops, use, value, index):
         if inner is not None:
             yield result, inner
+
+
+def twins_of_site(hops: TwinHops, score, product) -> list:
+    """Returns the score products that a backward pass computes from twins.
+
+    Not those that lead to the result once more: there the program wants nothing of
+    the forward pass saved, and that is a site of its own.
+
+    Args:
+      hops: compares values.
+      score: result of the product of queries and keys.
+      product: result of the product with the values.
+    """
+    found = []
+    for op in _like(score):
+        value = op.results[0]
+        if not hops.twins.are(score, value):
+            continue
+        ends = [end.results[0] for end in terminals(hops, [value]) if end.results]
+        if not any(
+            end.type == product.type and hops.twins.are(product, end) for end in ends
+        ):
+            found.append(value)
+    hops.note_slots(hops.twins.hops.slots if found else {})
+    return found
+
+
+def _like(value) -> list:
+    """Returns the products of a function that look like the one that makes a value."""
+    own = defining_op(value).operation
+    function = own
+    while function.name != "func.func":
+        function = function.parent.operation
+    dimensions = own.attributes["dot_dimension_numbers"]
+    found = []
+
+    def visit(op):
+        same = op.name == own.name and op.results[0].type == value.type
+        if same and op.results[0] != value:
+            if op.attributes["dot_dimension_numbers"] == dimensions:
+                found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    function.walk(visit)
+    return found

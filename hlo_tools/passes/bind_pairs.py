@@ -108,6 +108,7 @@ class PairBinder:
         halves = _Halves(pair, plan, implementation, self.context)
         if self.context.verify and not self._verified(halves, report):
             return False
+        again = pair.arguments.again
         values = [pair.arguments.values[place] for place in pair.proof.places]
         forward = self._splice(halves, halves.forward_lowered(), "forward")
         # the backward pass needs the values as they are there
@@ -116,7 +117,11 @@ class PairBinder:
         out, *residuals = call.results
         pair.forward.results[0].replace_all_uses_with(out)
         pair.forward.erase()
-        operands = [saved.get(value) for value in (*values, out, *residuals)]
+        operands = [
+            again[place] if place in again else saved.get(value)
+            for place, value in zip(pair.proof.places, values, strict=True)
+        ]
+        operands += [saved.get(value) for value in (out, *residuals)]
         if pair.proof.dout is not None:
             operands.append(pair.arguments.values[pair.proof.dout])
         types = [struct_of(value) for value in residuals]
