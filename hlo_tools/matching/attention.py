@@ -58,6 +58,7 @@ class AttentionMatch:
       rows_never_empty: proven that every query sees a key.
       guarded: the pieces hold only where every query sees a key.
       gradients: the backward passes of the site.
+      unproven: (operation, reason) where they are no gradients of it, if anywhere.
       axes: the index atoms by role.
       members: the values that belong to the site.
     """
@@ -82,6 +83,7 @@ class AttentionMatch:
     rows_never_empty: bool = False
     guarded: bool = False
     gradients: list[GradMatch] = field(default_factory=list)
+    unproven: tuple[Any, str] | None = None
 
 
 def match_attention(dot, side: int, exponential) -> AttentionMatch:

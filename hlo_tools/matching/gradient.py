@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jax.extend.mlir import ir
+
 from hlo_tools.matching.algebra import RELATIVE, TooLargeError
 from hlo_tools.matching.cotangents import GradOutput
 from hlo_tools.matching.dependents import collect
@@ -41,7 +43,7 @@ from hlo_tools.matching.reader import (
     result_index,
 )
 from hlo_tools.matching.recomputed import products_of, twins_of_site
-from hlo_tools.matching.side_gradients import SideGradients
+from hlo_tools.matching.side_gradients import SideGradients, is_computed_from
 from hlo_tools.matching.visibility import guard, require_visible_keys
 
 if TYPE_CHECKING:
@@ -102,11 +104,13 @@ class _Backward(SideGradients):
             for product in found.products:
                 self._try(self._product_output, values, *product)
         self._side_outputs()
+        match.unproven = self._unproven()
         matches = self._collected()
         if matches and self.polynomials.subtracts_logsumexp:
             try:
                 require_visible_keys(match)
-            except NoMatchError:
+            except NoMatchError as error:
+                match.unproven = (match.score_product, error.reason)
                 return []  # rounding makes rows without keys no softmax there
         may_be_empty = not match.rows_never_empty and not match.guarded
         if matches and match.pieces.named and may_be_empty:
@@ -133,8 +137,28 @@ class _Backward(SideGradients):
     def _try(self, method, *arguments) -> None:
         try:
             method(*arguments)
-        except (NoMatchError, TooLargeError, IncompatibleReshapeError):
-            return  # it shows as a use of the scores outside the site
+        except (NoMatchError, TooLargeError, IncompatibleReshapeError) as error:
+            # it shows as a use of the scores outside the site
+            for op in arguments:
+                if isinstance(op, ir.Operation | ir.OpView):
+                    why = getattr(error, "reason", "an expression of too many terms")
+                    self.reasons.setdefault(op.results[0], why)
+
+    def _unproven(self) -> tuple[ir.Operation, str] | None:
+        """Returns the first operation that takes a cotangent and is not proven."""
+        cotangents = set().union(*self.dots.values())
+        taken = {o.value for group in self.groups.values() for o in group.outputs}
+        for end in self._ends():
+            if end in taken or not is_computed_from(end, cotangents):
+                continue
+            ways = [use.owner.operation for use in end.uses]
+            known = [op for op in ways if op.results and op.results[0] in self.reasons]
+            if known:
+                return known[0], self.reasons[known[0].results[0]]
+            if not self._gradients_behind(end, set()):
+                why = self.reasons.get(end, "no gradient of a part of the scores")
+                return defining_op(end).operation, why
+        return None
 
     def _name_leaves(self) -> None:
         """Lets arrays that are saved for the backward pass go by their first name."""

@@ -8,6 +8,8 @@ of it, to the first one on each way that is such a gradient.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hlo_tools.matching.algebra import Poly, TooLargeError
 from hlo_tools.matching.cotangents import Cotangents, GradOutput
 from hlo_tools.matching.dependents import Dependents
@@ -24,6 +26,9 @@ from hlo_tools.matching.reader import (
     result_number,
     table_of,
 )
+
+if TYPE_CHECKING:
+    from hlo_tools.matching.attention import Attempt, AttentionMatch
 
 _PASSED = ELEMENTWISE | SHAPE_OPS | {"stablehlo.reduce", BARRIER, READ}
 _LEAVES = ("leaf", "dot", "reduce")
@@ -45,7 +50,15 @@ class CutError(Exception):
 class SideGradients(Cotangents):
     """The gradients of the sides of one site."""
 
-    found: Dependents
+    found: Dependents  # set by the subclass
+    again: set
+
+    def __init__(self, attempt: Attempt, match: AttentionMatch):
+        super().__init__(attempt, match)
+        self.reasons: dict[object, str] = {}  # why a value is no gradient
+        self._nodes: list[Expr] = []
+        self._proven: dict[object, tuple[object, GradOutput] | None] = {}
+        self._slopes: dict[int, Poly] = {}
 
     def _side_outputs(self) -> None:
         """Adds the gradients of sides to the groups of their cotangents.
@@ -54,15 +67,17 @@ class SideGradients(Cotangents):
           CutError: one is that of a part of the scores which is computed.
         """
         self._nodes = self._side_nodes()
-        self._proven: dict[object, tuple[object, GradOutput] | None] = {}
-        self._slopes: dict[int, Poly] = {}
         if not self._nodes:
             return
         self.polynomials.functions = functions_of(
             [node.value for node in self._nodes if node.kind == "leaf"]
         )
         for value in self._ends():
-            self._take(self._gradients_behind(value, set()))
+            try:
+                behind = self._gradients_behind(value, set())
+            except NoMatchError:  # slots of a loop that do not go together
+                continue
+            self._take(behind)
 
     def _side_nodes(self) -> list[Expr]:
         """Returns the parts of the scores without a score, operands first."""
@@ -126,8 +141,10 @@ class SideGradients(Cotangents):
             self._proven[value] = None  # until it is known
             try:
                 self._proven[value] = self._prove(value)
-            except (NoMatchError, TooLargeError, IncompatibleReshapeError):
-                pass  # it shows as a use of the scores outside the site
+            except (NoMatchError, TooLargeError, IncompatibleReshapeError) as error:
+                # it shows as a use of the scores outside the site
+                if isinstance(error, NoMatchError):
+                    self.reasons.setdefault(value, error.reason)
         return self._proven[value]
 
     def _prove(self, value) -> tuple[object, GradOutput] | None:
@@ -173,6 +190,21 @@ class SideGradients(Cotangents):
         """Returns the array that a part of the scores is, if it may be an operand."""
         value = self.reader.value_of(node)
         return None if value in self.attempt.uncut else value
+
+
+def is_computed_from(value, sources: set) -> bool:
+    """Returns whether a value depends on one of others, in one block."""
+    seen: set = set()
+    pending = [value]
+    while pending and len(seen) < 10 * _MOST_VALUES:
+        value = pending.pop()
+        if value in sources:
+            return True
+        op = defining_op(value)
+        if op is not None and value not in seen:
+            seen.add(value)
+            pending.extend(op.operands)
+    return False
 
 
 def functions_of(values: list) -> set:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
@@ -147,9 +147,14 @@ class _Run:
         if escapes:
             where = ", ".join(report.attributes["escapes"])
             report.reason = (
-                "its scores or probabilities are computed anyway, for other uses (as a "
-                f"backward pass has them): {where}"
+                "its scores or probabilities are computed anyway, for other uses: "
+                f"{where}"
             )
+            if unproven := report.attributes.get("unproven"):
+                report.reason = (
+                    "its backward pass needs the probabilities, and is not proven: "
+                    f"{unproven}"
+                )
             return None
         if choice.implementation is None:
             return None
@@ -302,12 +307,15 @@ def _verified(
     return False
 
 
-def _escapes(op: ir.Operation) -> dict[str, list[str]]:
+def _escapes(op: ir.Operation) -> dict[str, Any]:
     attributes = ir.DictAttr(op.attributes["composite_attributes"])
     if "escapes" not in attributes:
         return {}
     escapes = ir.ArrayAttr(attributes["escapes"])
-    return {"escapes": [ir.StringAttr(a).value for a in escapes]}
+    found: dict[str, Any] = {"escapes": [ir.StringAttr(a).value for a in escapes]}
+    if "unproven" in attributes:
+        found["unproven"] = ir.StringAttr(attributes["unproven"]).value
+    return found
 
 
 def _report_of(op: ir.Operation, context: PassContext) -> SiteReport:
