@@ -147,3 +147,18 @@ def test_another_gradient_at_the_bound_is_left_alone():
 
     report = agree(jax.value_and_grad(square(core), (0, 1, 2)), *arrays(*QKV))
     assert all(site.status != "bound" for site in report.sites)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_sink_is_reported(train):
+    def core(q, k, v, sink):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        column = jnp.broadcast_to(sink[:, None, None], (*scores.shape[:3], 1))
+        probs = jax.nn.softmax(jnp.concatenate([scores, column], -1), -1)[..., :-1]
+        return jnp.einsum("bhqk,bkhd->bqhd", probs, v)
+
+    f = jax.value_and_grad(square(core), (0, 1, 2, 3)) if train else core
+    (site,) = agree(f, *arrays(*QKV, (H,))).sites
+    assert site.status == "near-miss"
+    assert "a sink" in site.reason
+    assert site.near_miss.operation == "stablehlo.slice"

@@ -88,6 +88,7 @@ class _Backward(SideGradients):
         self._name_leaves()
         self.reader.origin = self.hops.origin
         starts = [(match.score.value, match.score.index), *self._scores_again()]
+        self.results_again: list = []
         if len(starts) == 1:
             starts += self._scores_of_twins()
         self.again = {value for value, _ in starts[1:]}
@@ -146,6 +147,12 @@ class _Backward(SideGradients):
 
     def _unproven(self) -> tuple[ir.Operation, str] | None:
         """Returns the first operation that takes a cotangent and is not proven."""
+        for value in self.results_again:
+            why = (
+                "the result is computed once more, from saved scores or "
+                "probabilities (save the result too, or neither)"
+            )
+            return defining_op(value).operation, why
         cotangents = set().union(*self.dots.values())
         taken = {o.value for group in self.groups.values() for o in group.outputs}
         for end in self._ends():
@@ -205,12 +212,11 @@ class _Backward(SideGradients):
         """Returns the products of queries and keys that are computed once more."""
         match = self.match
         leaves = [node.value for node in match.scores.walk() if node.kind == "leaf"]
-        found = twins_of_site(
+        operands = [match.q.value, match.k.value, match.v.value]
+        found, self.results_again = twins_of_site(
             self.hops, match.score.value, match.value_product.results[0]
         )
-        if found:
-            operands = [match.q.value, match.k.value, match.v.value]
-            self.hops.originals = list(dict.fromkeys([*operands, *leaves]))
+        self.hops.originals = list(dict.fromkeys([*operands, *leaves]))
         for value in found:
             self.reader.remember(value, match.score.index, match.score)
         return [(value, match.score.index) for value in found]

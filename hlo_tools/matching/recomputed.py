@@ -53,29 +53,33 @@ def _moved(hops: Hops, use, value, index: Index) -> Iterator[tuple[object, Index
             yield result, inner
 
 
-def twins_of_site(hops: TwinHops, score, product) -> list:
-    """Returns the score products that a backward pass computes from twins.
+def twins_of_site(hops: TwinHops, score, product) -> tuple[list, list]:
+    """Finds what a backward pass computes once more from twins.
 
-    Not those that lead to the result once more: there the program wants nothing of
-    the forward pass saved, and that is a site of its own.
+    Not the scores that lead to the result once more: there the program wants nothing
+    of the forward pass saved, and that is a site of its own.
 
     Args:
       hops: compares values.
       score: result of the product of queries and keys.
       product: result of the product with the values.
+
+    Returns:
+      The twins of the score product, and those of the value product that come from
+      saved scores or probabilities.
     """
-    found = []
-    for op in _like(score):
-        value = op.results[0]
-        if not hops.twins.are(score, value):
-            continue
-        ends = [end.results[0] for end in terminals(hops, [value]) if end.results]
-        if not any(
-            end.type == product.type and hops.twins.are(product, end) for end in ends
-        ):
-            found.append(value)
-    hops.note_slots(hops.twins.hops.slots if found else {})
-    return found
+    scores, results = (
+        [twin for twin in _like(value) if hops.twins.are(value, twin)]
+        for value in (score, product)
+    )
+    whole = {
+        twin: {end.results[0] for end in terminals(hops, [twin]) if len(end.results)}
+        for twin in scores
+    }
+    apart = [twin for twin in scores if not whole[twin] & set(results)]
+    again = [twin for twin in results if not any(twin in w for w in whole.values())]
+    hops.note_slots(hops.twins.hops.slots if apart else {})
+    return apart, again
 
 
 def _like(value) -> list:
@@ -91,7 +95,7 @@ def _like(value) -> list:
         same = op.name == own.name and op.results[0].type == value.type
         if same and op.results[0] != value:
             if op.attributes["dot_dimension_numbers"] == dimensions:
-                found.append(op)
+                found.append(op.results[0])
         return ir.WalkResult.ADVANCE
 
     function.walk(visit)
