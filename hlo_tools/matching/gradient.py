@@ -43,7 +43,11 @@ from hlo_tools.matching.reader import (
     result_index,
 )
 from hlo_tools.matching.recomputed import products_of, twins_of_site
-from hlo_tools.matching.side_gradients import SideGradients, is_computed_from
+from hlo_tools.matching.side_gradients import (
+    SideGradients,
+    functions_of,
+    is_computed_from,
+)
 from hlo_tools.matching.visibility import guard, require_visible_keys
 
 if TYPE_CHECKING:
@@ -98,6 +102,9 @@ class _Backward(SideGradients):
             self.reader, self.keys, sums, found.index, self._product
         )
         self.polynomials.contraction = self._contraction
+        self.polynomials.functions = functions_of(
+            [node.value for node in self._nodes if node.kind == "leaf"]
+        )
         exponential = self.polynomials.exponential(match.scores)
         self.probabilities = exponential * exponential.sum_over(self.keys).inverse()
         # the cotangent is known by the products with the values

@@ -56,7 +56,7 @@ class SideGradients(Cotangents):
     def __init__(self, attempt: Attempt, match: AttentionMatch):
         super().__init__(attempt, match)
         self.reasons: dict[object, str] = {}  # why a value is no gradient
-        self._nodes: list[Expr] = []
+        self._nodes = self._side_nodes()
         self._proven: dict[object, tuple[object, GradOutput] | None] = {}
         self._slopes: dict[int, Poly] = {}
 
@@ -66,12 +66,8 @@ class SideGradients(Cotangents):
         Raises:
           CutError: one is that of a part of the scores which is computed.
         """
-        self._nodes = self._side_nodes()
         if not self._nodes:
             return
-        self.polynomials.functions = functions_of(
-            [node.value for node in self._nodes if node.kind == "leaf"]
-        )
         for value in self._ends():
             try:
                 behind = self._gradients_behind(value, set())
@@ -189,7 +185,8 @@ class SideGradients(Cotangents):
     def _value_of(self, node: Expr):
         """Returns the array that a part of the scores is, if it may be an operand."""
         value = self.reader.value_of(node)
-        return None if value in self.attempt.uncut else value
+        done = value in self.attempt.uncut or value in self.attempt.cuts
+        return None if done else value
 
 
 def is_computed_from(value, sources: set) -> bool:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.extend.mlir import ir
+
 from hlo_tools.matching.hops import (
     READ,
+    WHILE,
     Hops,
     keeps_order,
     same_counter,
@@ -96,10 +99,27 @@ class Twins:
             found = self._same(first, again)
         except NoMatchError:  # slots that do not go together
             found = False
+        found = found and not self._is_inside_of_slots(again)
         if not found:  # what was equal at those slots only is not
             self.hops.slots = slots
             self._known = {k: v for k, v in self._known.items() if k in known or not v}
         return found
+
+    def _is_inside_of_slots(self, value) -> bool:
+        """Returns whether a value's own loop is one that it reads a slot of.
+
+        There it would be the twin of another iteration's value.
+        """
+        owner = value.owner
+        block = owner if isinstance(owner, ir.Block) else owner.operation.block
+        while (parent := block.owner) is not None:
+            operation = parent.operation
+            if operation.name != WHILE:
+                return False
+            if operation.results[0] in self.hops.slots:
+                return True
+            block = operation.block
+        return False
 
     def _same(self, first, again) -> bool:
         first, again = self._settled(first), self._settled(again)
