@@ -177,6 +177,9 @@ def _mentions(monomial: Monomial, wanted: Base) -> bool:
             return True
         if base.kind == "poly" and any(_mentions(m, wanted) for m, _ in base.key):
             return True
+        if base.kind == "applied":
+            if any(_mentions(m, wanted) for arg in base.key[1] for m, _ in arg):
+                return True
     return False
 
 

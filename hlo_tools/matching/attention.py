@@ -35,6 +35,7 @@ from hlo_tools.matching.reader import (
     shape_of,
 )
 from hlo_tools.matching.scores import Scores
+from hlo_tools.matching.side_gradients import CutError
 from hlo_tools.matching.softmax import Softmax, is_sum_of, match_softmax
 from hlo_tools.matching.visibility import name_pieces, require_visible_keys
 
@@ -57,6 +58,7 @@ class AttentionMatch:
       rows_never_empty: proven that every query sees a key.
       guarded: the pieces hold only where every query sees a key.
       gradients: the backward passes of the site.
+      unproven: (operation, reason) where they are no gradients of it, if anywhere.
       axes: the index atoms by role.
       members: the values that belong to the site.
     """
@@ -81,6 +83,7 @@ class AttentionMatch:
     rows_never_empty: bool = False
     guarded: bool = False
     gradients: list[GradMatch] = field(default_factory=list)
+    unproven: tuple[Any, str] | None = None
 
 
 def match_attention(dot, side: int, exponential) -> AttentionMatch:
@@ -113,6 +116,12 @@ def match_attention(dot, side: int, exponential) -> AttentionMatch:
             return match
         except SplitAtomError as error:
             attempt.space.split(error)
+        except CutError as error:
+            attempt.cuts.append(error.value)
+        except NoMatchError:
+            if not attempt.cuts:
+                raise
+            attempt.uncut.add(attempt.cuts.pop())
     raise NoMatchError("reshapes cut the axes into too many pieces")
 
 
@@ -124,6 +133,8 @@ class Attempt:
         self.space = IndexSpace()
         self.dims = DotDims.of(dot)
         self._named_dims: dict = {}  # kept across runs, as the atoms are
+        self.cuts: list = []  # values of the scores that are taken as operands
+        self.uncut: set = set()  # those that can not be
         self.shapes = [shape_of(operand) for operand in dot.operands]
         self.index: list[list[Dim]] = [[()] * len(shape) for shape in self.shapes]
         self._name_dims()
@@ -177,6 +188,8 @@ class Attempt:
 
     def _stop(self, value, index: Index) -> bool:
         """Leaves are arrays that do not span queries and keys."""
+        if value in self.cuts:
+            return True
         atoms = atoms_of(index)
         spans = bool(atoms & set(self.keys)) and (
             not self.rows or bool(atoms & self.rows)

@@ -31,12 +31,12 @@ class Dependents:
     Attributes:
       index: value -> the index of its dimensions, or None where it is not known.
       products: (dot_general, operand number, index of that operand).
-      exits: (value, index) that other operations use, not listed above.
+      exits: (value, index or None) that other operations use, not listed above.
     """
 
     index: dict[object, Index | None] = field(default_factory=dict)
     products: list[tuple[object, int, Index]] = field(default_factory=list)
-    exits: list[tuple[object, Index]] = field(default_factory=list)
+    exits: list[tuple[object, Index | None]] = field(default_factory=list)
 
 
 def stack_readers(hops: Hops, stack: Stack) -> Iterator[object]:
@@ -126,9 +126,7 @@ def _step(hops: Hops, use, value, index, found: Dependents):
         stack = written_stack(hops, op)
         if stack is not None:
             return [(d.results[0], index) for d in stack_readers(hops, stack)]
-    if index is None:
-        return []
-    if name == "stablehlo.dot_general":
+    if name == "stablehlo.dot_general" and index is not None:
         found.products.append((op, number, index))
     else:
         found.exits.append((value, index))

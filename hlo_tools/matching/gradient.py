@@ -16,10 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jax.extend.mlir import ir
+
 from hlo_tools.matching.algebra import RELATIVE, TooLargeError
-from hlo_tools.matching.cotangents import Cotangents, GradOutput
-from hlo_tools.matching.dependents import Dependents, collect
-from hlo_tools.matching.expressions import Expr, is_float
+from hlo_tools.matching.cotangents import GradOutput
+from hlo_tools.matching.dependents import collect
+from hlo_tools.matching.expressions import Expr
 from hlo_tools.matching.index_space import (
     IncompatibleReshapeError,
     Index,
@@ -39,9 +41,13 @@ from hlo_tools.matching.reader import (
     int_array,
     is_plain_sum,
     result_index,
-    table_of,
 )
-from hlo_tools.matching.recomputed import products_of
+from hlo_tools.matching.recomputed import products_of, twins_of_site
+from hlo_tools.matching.side_gradients import (
+    SideGradients,
+    functions_of,
+    is_computed_from,
+)
 from hlo_tools.matching.visibility import guard, require_visible_keys
 
 if TYPE_CHECKING:
@@ -75,35 +81,44 @@ def match_gradients(attempt: Attempt, match: AttentionMatch) -> list[GradMatch]:
 
     Raises:
       SplitAtomError: finer atoms are needed.
+      CutError: the site has to take a part of its scores as an operand.
     """
     return _Backward(attempt, match).run()
 
 
-class _Backward(Cotangents):
+class _Backward(SideGradients):
     def run(self) -> list[GradMatch]:
         match = self.match
         self._name_leaves()
         self.reader.origin = self.hops.origin
         starts = [(match.score.value, match.score.index), *self._scores_again()]
+        self.results_again: list = []
+        if len(starts) == 1:
+            starts += self._scores_of_twins()
         self.again = {value for value, _ in starts[1:]}
-        found = collect(self.hops, starts, {match.out})
+        self.found = found = collect(self.hops, starts, {match.out})
         sums = [self.keys, self.value, match.axes.rows, ()]
         self.polynomials = Polynomials(
             self.reader, self.keys, sums, found.index, self._product
         )
         self.polynomials.contraction = self._contraction
+        self.polynomials.functions = functions_of(
+            [node.value for node in self._nodes if node.kind == "leaf"]
+        )
         exponential = self.polynomials.exponential(match.scores)
         self.probabilities = exponential * exponential.sum_over(self.keys).inverse()
         # the cotangent is known by the products with the values
         for values in (False, True):
             for product in found.products:
                 self._try(self._product_output, values, *product)
-        self._side_outputs(found)
+        self._side_outputs()
+        match.unproven = self._unproven()
         matches = self._collected()
         if matches and self.polynomials.subtracts_logsumexp:
             try:
                 require_visible_keys(match)
-            except NoMatchError:
+            except NoMatchError as error:
+                match.unproven = (match.score_product, error.reason)
                 return []  # rounding makes rows without keys no softmax there
         may_be_empty = not match.rows_never_empty and not match.guarded
         if matches and match.pieces.named and may_be_empty:
@@ -130,8 +145,34 @@ class _Backward(Cotangents):
     def _try(self, method, *arguments) -> None:
         try:
             method(*arguments)
-        except (NoMatchError, TooLargeError, IncompatibleReshapeError):
-            return  # it shows as a use of the scores outside the site
+        except (NoMatchError, TooLargeError, IncompatibleReshapeError) as error:
+            # it shows as a use of the scores outside the site
+            for op in arguments:
+                if isinstance(op, ir.Operation | ir.OpView):
+                    why = getattr(error, "reason", "an expression of too many terms")
+                    self.reasons.setdefault(op.results[0], why)
+
+    def _unproven(self) -> tuple[ir.Operation, str] | None:
+        """Returns the first operation that takes a cotangent and is not proven."""
+        for value in self.results_again:
+            why = (
+                "the result is computed once more, from saved scores or "
+                "probabilities (save the result too, or neither)"
+            )
+            return defining_op(value).operation, why
+        cotangents = set().union(*self.dots.values())
+        taken = {o.value for group in self.groups.values() for o in group.outputs}
+        for end in self._ends():
+            if end in taken or not is_computed_from(end, cotangents):
+                continue
+            ways = [use.owner.operation for use in end.uses]
+            known = [op for op in ways if op.results and op.results[0] in self.reasons]
+            if known:
+                return known[0], self.reasons[known[0].results[0]]
+            if not self._gradients_behind(end, set()):
+                why = self.reasons.get(end, "no gradient of a part of the scores")
+                return defining_op(end).operation, why
+        return None
 
     def _name_leaves(self) -> None:
         """Lets arrays that are saved for the backward pass go by their first name."""
@@ -173,6 +214,19 @@ class _Backward(Cotangents):
 
         products_of(self.hops, self.targets["k"], attempt)
         return list(found.items())
+
+    def _scores_of_twins(self) -> list[tuple[object, Index]]:
+        """Returns the products of queries and keys that are computed once more."""
+        match = self.match
+        leaves = [node.value for node in match.scores.walk() if node.kind == "leaf"]
+        operands = [match.q.value, match.k.value, match.v.value]
+        found, self.results_again = twins_of_site(
+            self.hops, match.score.value, match.value_product.results[0]
+        )
+        self.hops.originals = list(dict.fromkeys([*operands, *leaves]))
+        for value in found:
+            self.reader.remember(value, match.score.index, match.score)
+        return [(value, match.score.index) for value in found]
 
     def _product_output(self, values: bool, op, number: int, index: Index) -> None:
         index = tuple(self.space.expand(dim) for dim in index)
@@ -263,51 +317,6 @@ class _Backward(Cotangents):
             raise NoMatchError(f"the gradient of {wanted} is computed twice")
         group.outputs.append(GradOutput(wanted, value, index, factor))
         group.members |= {op.results[0], *between, *above}
-
-    def _side_leaves(self) -> list[Expr]:
-        return [
-            node
-            for node in self.match.scores.walk()
-            if node.kind == "leaf"
-            and is_float(node.dtype)
-            and table_of(node.value) is None
-        ]
-
-    def _side_outputs(self, found: Dependents) -> None:
-        leaves = self._side_leaves()
-        if not leaves:
-            return
-        candidates = list(found.exits)
-        for value, index in found.index.items():
-            op = defining_op(value)
-            if index is not None and op.operation.name == "stablehlo.reduce":
-                candidates.append((value, index))
-        seen: set = set()
-        for value, index in candidates:
-            if value not in seen and value != self.match.out:
-                seen.add(value)
-                self._try(self._side_output, leaves, value, index)
-
-    def _side_output(self, leaves, value, index: Index) -> None:
-        index = tuple(self.space.expand(dim) for dim in index)
-        atoms = atoms_of(index)
-        fitting = [leaf for leaf in leaves if atoms_of(leaf.index) == atoms]
-        if not fitting:
-            return
-        poly = self.polynomials.of(self.reader.read(value, index))
-        key = self._cotangent_in(poly)
-        if key is None:
-            return
-        group = self.groups[key]
-        for leaf in fitting:
-            by_leaf = derivative(self.polynomials, self.match.scores, leaf)
-            whole = self._expected(key) * by_leaf
-            ratio = poly.ratio_to(whole.sum_over(self.all_atoms - atoms))
-            if ratio is None or any(o.wanted is leaf for o in group.outputs):
-                continue
-            group.outputs.append(GradOutput(leaf, value, index, ratio))
-            group.members.add(value)
-            return
 
     def _collected(self) -> list[GradMatch]:
         matches = []

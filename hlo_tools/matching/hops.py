@@ -86,7 +86,7 @@ def _captured(loop: ir.Operation, value):
     return loop_invariant(body.arguments[number])
 
 
-def _same_counter(value, counter) -> bool:
+def same_counter(value, counter) -> bool:
     """Returns whether `value` is the loop counter, as jax.numpy indexes with it.
 
     A negative index would count from the end; the counter never is negative.
@@ -152,7 +152,7 @@ class Hops:
             return None
         if shape[0] != trip[1] or part != (1, *shape[1:]):
             return None
-        if not _same_counter(first, counter):
+        if not same_counter(first, counter):
             return None
         if any(int_of(index) != 0 for index in rest):
             return None
@@ -186,8 +186,13 @@ class Hops:
         Raises:
           NoMatchError: they were read at another one.
         """
-        if self.slots.setdefault(stack.loop.results[0], slot) != slot:
-            raise NoMatchError("a loop's saved values are read at different slots")
+        self.note_slots({stack.loop.results[0]: slot})
+
+    def note_slots(self, slots: dict[object, object]) -> None:
+        """Remembers slots that others have found (see `note`)."""
+        for loop, slot in slots.items():
+            if self.slots.setdefault(loop, slot) != slot:
+                raise NoMatchError("a loop's saved values are read at different slots")
 
     def read_stack(self, op) -> tuple[Stack, object] | None:
         """Returns (stack, slot) if a dynamic_slice reads one slot of a stack."""

@@ -8,7 +8,7 @@ one function of plain arrays, and the site is matched there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.mlir import ir, passmanager
@@ -28,6 +28,7 @@ from hlo_tools.matching.reader import (
     loop_invariant,
     result_number,
 )
+from hlo_tools.matching.twins import Twins
 from hlo_tools.module import drop_shardings
 
 _COPIED = (
@@ -75,11 +76,13 @@ class Arguments:
       values: operands of the forward composite, then others of the backward one.
       forward: how many are the forward composite's.
       hops: which loops were followed, at which slots.
+      again: operand of the forward composite -> what the backward pass has for it.
     """
 
     values: list[Any]
     forward: int
     hops: Hops
+    again: dict[int, Any] = field(default_factory=dict)
 
 
 class _Copier:
@@ -95,6 +98,8 @@ class _Copier:
                     self.known.setdefault(form, number)
                     self._note_rearranged(form, number)
         self.out = None if forward is None else forward.results[0]
+        self.twins = Twins()
+        self.operands = [] if forward is None else list(forward.operands)
         self._copied: dict[Any, bool] = {}
 
     def _note_rearranged(self, value, number: int) -> None:
@@ -133,7 +138,16 @@ class _Copier:
                 return form, self.known[form]
             if form in self.below:
                 return form, None
-        return forms[-1], None
+        number = self.twin_of(forms[-1])
+        return forms[-1] if number is None else self.operands[number], number
+
+    def twin_of(self, value) -> int | None:
+        """Returns which of the forward's operands a value is once more, if any."""
+        for number, operand in enumerate(self.operands):
+            if operand != value and self.twins.are(operand, value):
+                self.hops.note_slots(self.twins.hops.slots)
+                return number
+        return None
 
     def can_copy(self, value) -> bool:
         """Returns whether a value is computed from the forward's operands alone."""
@@ -197,14 +211,17 @@ def joint_module(
     values = [] if forward is None else list(forward.operands)
     count = len(values)
     saved = []
+    arguments = Arguments(values, count, copier.hops)
     for operand in backward.operands:
         linked = forward is not None and (
             copier.resolve(operand)[0] == copier.out or copier.can_copy(operand)
         )
         saved.append(linked)
+        number = copier.twin_of(operand) if linked else None
+        if number is not None:
+            arguments.again[number] = operand
         if not linked:
             values.append(operand)
-    arguments = Arguments(values, count, copier.hops)
     context = backward.context
     with context, ir.Location.unknown(context):
         module = ir.Module.create()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hlo_tools.matching.hops import Hops
 from hlo_tools.matching.index_space import (
     Dim,
     Index,
@@ -19,6 +18,7 @@ from hlo_tools.matching.products import DotDims
 from hlo_tools.matching.reader import (
     shape_of,
 )
+from hlo_tools.matching.twins import TwinHops
 
 if TYPE_CHECKING:
     from hlo_tools.matching.attention import Attempt, AttentionMatch
@@ -35,7 +35,7 @@ class SiteProducts:
     def __init__(self, attempt: Attempt, match: AttentionMatch):
         self.attempt, self.match = attempt, match
         self.space, self.reader = attempt.space, attempt.reader
-        self.hops = Hops()
+        self.hops = TwinHops()
         axes = match.axes
         self.keys, self.value = axes.keys, axes.value
         self.all_atoms = frozenset(

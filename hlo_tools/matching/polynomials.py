@@ -36,6 +36,8 @@ class Polynomials:
         self._memo: dict[int, Poly] = {}
         # whether an exponential of x - logsumexp(x) was met
         self.subtracts_logsumexp = False
+        # values computed from what the scores depend on; looked into as well
+        self.functions: set = set()
         # called with (body, axes) of a sum; may return it in another form
         self.contraction = lambda body, axes: None
 
@@ -75,7 +77,8 @@ class Polynomials:
             return None
         op = defining_op(expr.value)
         convert = op is not None and op.operation.name == "stablehlo.convert"
-        if not convert and expr.value not in self.dependents:
+        known = expr.value in self.dependents or expr.value in self.functions
+        if not convert and not known:
             return None
         found = self.reader.expand(expr.value, expr.index)
         return None if found is None or found is expr else found
@@ -85,7 +88,21 @@ class Polynomials:
             return Poly.const(1.0) - self.of(expr.args[0])
         if expr.kind == "op" and expr.name == "and":
             return self.of(expr.args[0]) * self.of(expr.args[1])
+        if expr.kind == "op" and expr.name.startswith("compare."):
+            if is_float(expr.args[0].dtype):
+                return self.comparison(expr.name[8:], *expr.args)
         return Poly.of(Base("bool", expr, expr.atoms))
+
+    def comparison(self, direction: str, left: Expr, right: Expr) -> Poly:
+        """Returns a comparison of floats; each has one spelling (also for NaN)."""
+        if direction == "NE":
+            return Poly.const(1.0) - self.comparison("EQ", left, right)
+        backward = direction in ("LT", "LE")
+        if backward or (direction == "EQ" and left.serial > right.serial):
+            left, right = right, left
+        name = {"LT": "GT", "LE": "GE"}.get(direction, direction)
+        atoms = left.atoms | right.atoms
+        return Poly.of(Base("bool", (name, left, right), atoms))
 
     def _operation(self, expr: Expr) -> Poly:
         name, args = expr.name, expr.args
@@ -265,9 +282,22 @@ def derivative(polynomials: Polynomials, expr: Expr, by: Expr) -> Poly:
         if name == "select":
             chosen = of(args[0])
             return chosen * parts[1] + (one - chosen) * parts[2]
+        if name in ("maximum", "minimum"):
+            return _chosen(polynomials, name, args, parts)
         return parts[0] * _slope(polynomials, name, node)
 
     return visit(expr)
+
+
+def _chosen(polynomials: Polynomials, name: str, args, parts) -> Poly:
+    """Returns the derivative of a maximum or minimum, which two equals share."""
+    direction = "GT" if name == "maximum" else "LT"
+    equal, result = polynomials.comparison("EQ", *args), Poly({})
+    for (one, other), part in zip((args, args[::-1]), parts, strict=True):
+        wins = polynomials.comparison(direction, one, other)
+        shared = (Poly.const(1.0) - wins) * equal
+        result = result + (wins + shared.scaled(0.5)) * part
+    return result
 
 
 def _slope(polynomials: Polynomials, name: str, node: Expr) -> Poly:

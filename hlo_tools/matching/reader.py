@@ -15,6 +15,7 @@ from hlo_tools.matching.index_space import (
     IncompatibleReshapeError,
     Index,
     IndexSpace,
+    atoms_of,
     regroup,
 )
 
@@ -170,6 +171,16 @@ class Reader:
     def remember(self, value, index: Index, expr: Expr) -> None:
         """Takes `value` at `index` for `expr` from now on."""
         self._memo[(value, index)] = expr
+
+    def value_of(self, expr: Expr) -> Any:
+        """Returns the first value that was read as an expression, or None.
+
+        Only values without a dimension that they do not vary along count.
+        """
+        for (value, index), found in self._memo.items():
+            if found is expr and atoms_of(index) == expr.atoms:
+                return value if dtype_of(value) == expr.dtype else None
+        return None
 
     def _is_leaf(self, value, index: Index) -> bool:
         op = defining_op(value)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hlo_tools.matching.dependents import carried_on
+from jax.extend.mlir import ir
+
+from hlo_tools.matching.dependents import carried_on, terminals
 from hlo_tools.matching.hops import Hops
 from hlo_tools.matching.index_space import Index
 from hlo_tools.matching.operands import Step
 from hlo_tools.matching.products import rounds_at_most
+from hlo_tools.matching.reader import defining_op
+from hlo_tools.matching.twins import TwinHops
 
 _MOST_VALUES = 200
 
@@ -47,3 +51,52 @@ def _moved(hops: Hops, use, value, index: Index) -> Iterator[tuple[object, Index
     for result, inner in carried_on(hops, use, value, index):
         if inner is not None:
             yield result, inner
+
+
+def twins_of_site(hops: TwinHops, score, product) -> tuple[list, list]:
+    """Finds what a backward pass computes once more from twins.
+
+    Not the scores that lead to the result once more: there the program wants nothing
+    of the forward pass saved, and that is a site of its own.
+
+    Args:
+      hops: compares values.
+      score: result of the product of queries and keys.
+      product: result of the product with the values.
+
+    Returns:
+      The twins of the score product, and those of the value product that come from
+      saved scores or probabilities.
+    """
+    scores, results = (
+        [twin for twin in _like(value) if hops.twins.are(value, twin)]
+        for value in (score, product)
+    )
+    whole = {
+        twin: {end.results[0] for end in terminals(hops, [twin]) if len(end.results)}
+        for twin in scores
+    }
+    apart = [twin for twin in scores if not whole[twin] & set(results)]
+    again = [twin for twin in results if not any(twin in w for w in whole.values())]
+    hops.note_slots(hops.twins.hops.slots if apart else {})
+    return apart, again
+
+
+def _like(value) -> list:
+    """Returns the products of a function that look like the one that makes a value."""
+    own = defining_op(value).operation
+    function = own
+    while function.name != "func.func":
+        function = function.parent.operation
+    dimensions = own.attributes["dot_dimension_numbers"]
+    found = []
+
+    def visit(op):
+        same = op.name == own.name and op.results[0].type == value.type
+        if same and op.results[0] != value:
+            if op.attributes["dot_dimension_numbers"] == dimensions:
+                found.append(op.results[0])
+        return ir.WalkResult.ADVANCE
+
+    function.walk(visit)
+    return found

@@ -232,9 +232,14 @@ class _Run:
         if escapes:
             where = ", ".join(report.attributes["escapes"])
             report.reason = (
-                "its scores or probabilities are computed anyway, for other uses (as a "
-                f"backward pass has them): {where}"
+                "its scores or probabilities are computed anyway, for other uses: "
+                f"{where}"
             )
+            if unproven := report.attributes.get("unproven"):
+                report.reason = (
+                    "its backward pass needs the probabilities, and is not proven: "
+                    f"{unproven}"
+                )
             return None
         if choice.implementation is None:
             return None

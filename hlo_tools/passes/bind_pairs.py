@@ -121,6 +121,7 @@ class PairBinder:
         _put_in_order(pair)
         saved = SavedValues(pair.forward, pair.backward, pair.arguments.hops)
         before = [len(loop.results) for loop, _ in saved.loops]
+        again = pair.arguments.again
         values = [pair.arguments.values[place] for place in pair.proof.places]
         forward = self._splice(halves, halves.forward, "forward")
         # the backward pass needs the values as they are there
@@ -129,9 +130,18 @@ class PairBinder:
         out, *residuals = call.results
         pair.forward.results[0].replace_all_uses_with(out)
         pair.forward.erase()
-        operands = [saved.get(value) for value in (*values, out, *residuals)]
-        if pair.proof.dout is not None:
-            operands.append(pair.arguments.values[pair.proof.dout])
+        places = pair.proof.places
+        operands = [
+            again[place] if place in again else saved.get(value)
+            for place, value in zip(places, values, strict=True)
+        ]
+        operands += [saved.get(value) for value in (out, *residuals)]
+        dout = pair.proof.dout
+        if dout is not None:
+            cotangent = pair.arguments.values[dout]
+            if dout < pair.arguments.forward:  # an operand of the forward pass, too
+                cotangent = again[dout] if dout in again else saved.get(cotangent)
+            operands.append(cotangent)
         backward = self._splice(halves, halves.backward, "backward")
         with ir.InsertionPoint(pair.backward), pair.backward.location:
             call = self._call(backward, operands)
@@ -307,6 +317,9 @@ def plan_of(sharding, backward, pair: Pair) -> ShardingPlan | None:
     proof, dout = pair.proof, None
     if proof.dout is not None:
         value = pair.arguments.values[proof.dout]
-        dout = list(pair.backward.operands).index(value)
+        operands = list(pair.backward.operands)
+        if value not in operands:
+            raise UnshardableSiteError("the cotangent is the forward pass's own array")
+        dout = operands.index(value)
     backward.check_backward(proof.gradient, plan, dout, proof.order)
     return plan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax.extend.mlir import ir
 
 
@@ -28,10 +30,13 @@ def site_of(op: ir.Operation) -> str:
     return ir.StringAttr(attributes["site"]).value if "site" in attributes else ""
 
 
-def escapes_of(op: ir.Operation) -> dict[str, list[str]]:
+def escapes_of(op: ir.Operation) -> dict[str, Any]:
     """Returns where intermediate values are used elsewhere, under "escapes"."""
     attributes = ir.DictAttr(op.attributes["composite_attributes"])
     if "escapes" not in attributes:
         return {}
     escapes = ir.ArrayAttr(attributes["escapes"])
-    return {"escapes": [ir.StringAttr(a).value for a in escapes]}
+    found: dict[str, Any] = {"escapes": [ir.StringAttr(a).value for a in escapes]}
+    if "unproven" in attributes:
+        found["unproven"] = ir.StringAttr(attributes["unproven"]).value
+    return found

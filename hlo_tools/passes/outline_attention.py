@@ -16,6 +16,7 @@ from hlo_tools.matching.outcome import NoMatchError
 from hlo_tools.matching.outline import Region, erase_dead
 from hlo_tools.matching.products import value_products
 from hlo_tools.matching.reader import defining_op, loop_invariant, shape_of
+from hlo_tools.matching.sinks import sliced_product
 from hlo_tools.module import StableHloModule, source_location
 from hlo_tools.pipeline import LEFT_ALONE, PassContext, split_sites
 from hlo_tools.report import NearMiss, SiteReport
@@ -33,6 +34,7 @@ class _Outlined:
     composite: ir.OpView
     report: SiteReport
     dependent: set
+    unproven: str = ""  # what of its backward pass is not proven, and why
     backward: list[tuple[Region, ir.OpView]] = field(default_factory=list)
 
 
@@ -90,6 +92,9 @@ class OutlineAttention:
                     seen |= gradient.members & order.keys()
                 self._outline(module, site, dot, context, outlined)
                 done.add(exponential.results[0])
+            sink = sliced_product(exponential)
+            if sink is not None:
+                misses.append((exponential.results[0], *sink))
         for exponential, dot, error in misses:
             if exponential not in done:
                 done.add(exponential)  # its backward pass would only repeat it
@@ -151,6 +156,13 @@ def near_miss_report(context: PassContext, dot, error: NoMatchError) -> SiteRepo
 
 def _text(location) -> str | None:
     return None if location is None else str(location)
+
+
+def _unproven_text(match: AttentionMatch) -> str:
+    if match.unproven is None:
+        return ""
+    op, why = match.unproven
+    return f"{op.name} at {_text(source_location(op)) or 'an unknown line'}: {why}"
 
 
 def _user_text(op: ir.Operation) -> str:
@@ -230,7 +242,8 @@ def outline_site(
         reason="outlined; no pass has bound it",
     )
     context.report.sites.append(report)
-    outlined = _Outlined(match, region, composite, report, dependent)
+    unproven = _unproven_text(match)
+    outlined = _Outlined(match, region, composite, report, dependent, unproven)
     for gradient in match.gradients:
         try:
             half = _outline_gradient(module, site, gradient, report)
@@ -298,4 +311,6 @@ def _report_escapes(outlined: list[_Outlined]) -> None:
         old = one.composite.attributes["composite_attributes"]
         named = {name.name: name.attr for name in ir.DictAttr(old)}
         named["escapes"] = escapes
+        if one.unproven:
+            named["unproven"] = ir.StringAttr.get(one.unproven)
         one.composite.attributes["composite_attributes"] = ir.DictAttr.get(named)

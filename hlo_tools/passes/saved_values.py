@@ -63,6 +63,10 @@ class SavedValues:
                 raise NoMatchError("what it reads was saved by another loop")
             self.loops.insert(0, (loop, slot))
             block = loop.block
+        while (parent := block.owner) is not None and parent.operation.name == WHILE:
+            if parent.operation.results[0] in hops.slots:
+                raise NoMatchError("it reads what another iteration computed")
+            block = parent.operation.block
         self._found: dict[Any, Any] = {}
         # a loop that gets another stack is replaced: what its body carries has to be
         # looked up again
