@@ -82,7 +82,9 @@ def test_a_loop_of_unknown_length():
 
 
 @pytest.mark.parametrize(
-    "program", [GRADIENT, jax.grad(nested, 1), twice(GRADIENT)], ids=str
+    "program",
+    [GRADIENT, jax.grad(nested, 1), twice(GRADIENT)],
+    ids=["scanned", "nested", "accumulated"],
 )
 def test_what_is_saved_grows_with_the_layers(program):
     """At least the probabilities of each further layer, less what is saved now."""
