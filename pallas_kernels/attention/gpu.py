@@ -106,9 +106,16 @@ def _forward(
     out = out[..., : problem.value_dim]
     if operands.q_lengths is None:
         return out, lse
-    inside = jnp.arange(problem.q_len) < operands.q_lengths[:, None]  # [B,T]
+    inside = _inside(problem, operands)
     out = jnp.where(inside[..., None, None], out, 0)
     return out, jnp.where(inside[:, None], lse, -jnp.inf)
+
+
+def _inside(problem: AttentionProblem, operands: Operands) -> jax.Array:
+    """Returns bool [B,T]: which queries the lengths leave."""
+    lengths = operands.q_lengths
+    assert lengths is not None
+    return jnp.arange(problem.q_len) < lengths[:, None]
 
 
 def _backward(
@@ -121,6 +128,8 @@ def _backward(
     wants_bias: bool,
     deterministic: bool,
 ) -> Gradients:
+    if operands.q_lengths is not None:  # a sink gives these rows an lse
+        lse = jnp.where(_inside(problem, operands)[:, None], lse, jnp.inf)
     if not isinstance(config, BackwardConfig):  # that of the forward kernel, or none
         config = gpu_family.choose_backward(_whole(problem))
     found = flash_backward(
