@@ -6,6 +6,7 @@ needs to know about itself, the second adds up the gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,10 @@ from hlo_tools.composites import AttentionSpec
 from hlo_tools.gradients import GradSpec
 from pallas_kernels.attention import tiles
 from pallas_kernels.attention.online_tiling import Blocks, KeyTile, QueryTile, Tiling
+
+# dX of a row's top key is about P (1 - P) dP, and off by P * eps * dP from the rounding
+# of delta: by less than 100 * eps of it if P is below this.
+SATURATED_SHARE = 0.99
 
 
 class Whole(NamedTuple):
@@ -72,6 +77,7 @@ class _Rows(NamedTuple):
       dout: [pairs,rows,Dv].
       top, share: [pairs,rows], maximum, and 1 over the sum of exponentials.
       delta: [pairs,rows]; None where it is not needed.
+      rest: [pairs,rows], what delta lacks to be the mean of dP; None if not known.
       kept: None if the tiles are to be computed again.
     """
 
@@ -80,6 +86,7 @@ class _Rows(NamedTuple):
     top: jax.Array
     share: jax.Array
     delta: jax.Array | None
+    rest: jax.Array | None = None
     kept: _Kept | None = None
 
 
@@ -101,10 +108,8 @@ class Backward:
         sweep: bool,
     ):
         self.spec, self.grad, self.tiling = spec, grad, Tiling(spec, blocks, widen)
-        self.score_operand, self.value_operand = (
-            self.tiling.score_operand,
-            self.tiling.value_operand,
-        )
+        self.score_operand = self.tiling.score_operand
+        self.value_operand = self.tiling.value_operand
         if not widen:
             promote = jnp.promote_types
             self.score_operand = promote(self.score_operand, spec.score_dtype)
@@ -213,8 +218,8 @@ class Backward:
     ) -> _Rows:
         """Finds out about the rows from the very scores that the gradients are of.
 
-        Where a row has nearly all of its probability at one key, P of that key is
-        1 and dP - delta is 0 without any error, as in the softmax of a whole row.
+        Where a row has nearly all of its probability at one key, delta is dP of that
+        key, and what the others add to it, all that dX is made of, is lost: `rest`.
         """
         tiling, dtype = self.tiling, self.spec.compute_dtype
         zero = lax.full_like(q, 0, dtype, q.shape[:2])
@@ -240,7 +245,20 @@ class Backward:
             empty = total == 0
             top, total = jnp.where(empty, 0, top), jnp.where(empty, 1, total)
         share = 1 / total
-        return _Rows(q, dout, top, share, delta * share, kept)
+        rows = _Rows(q, dout, top, share, delta * share, None, kept)
+        if self._only_values:
+            return rows
+
+        def add_rest(key: KeyTile, rest):
+            tile = kept.of(key)
+            found = (tile.exps * (tile.dprobs - rows.delta[..., None])).sum(-1)
+            return rest + jnp.exp(tile.top - top) * share * found
+
+        find = functools.partial(tiling.over_keys, at, add_rest)
+        if tiling.one_key_block:
+            return rows._replace(rest=find(zero))
+        needed = jnp.any(share > SATURATED_SHARE)  # one more look at each tile
+        return rows._replace(rest=lax.cond(needed, find, lambda rest: rest, zero))
 
     def _given(
         self, whole: Whole, at: QueryTile, q: jax.Array, dout: jax.Array
@@ -347,10 +365,8 @@ class Backward:
         if rows.delta is None or self._only_values:
             return terms
         centered = dprobs - rows.delta[..., None]
-        if tiling.key_block_count == 1:
-            # Its mean is 0, but for the rounding of delta. Taking that off too leaves
-            # an error of eps * |dP - delta|, where delta alone leaves eps * |dP|.
-            centered -= (probs * centered).sum(-1, keepdims=True)
+        if rows.rest is not None:
+            centered -= rows.rest[..., None]
         dscores, dsides = causes(probs * centered)
         for number, dside in zip(self.grad.sides, dsides, strict=True):
             terms[number] = dside, place
