@@ -242,16 +242,16 @@ class Backward:
         carry = lax.full_like(zero, -jnp.inf), zero, zero, kept
         top, total, delta, kept = tiling.over_keys(at, key_block, carry)
         if tiling.skips:  # rows that see no key are none of the tiles' business
-            empty = total == 0
-            top, total = jnp.where(empty, 0, top), jnp.where(empty, 1, total)
+            top, total = jnp.where(total == 0, 0, top), jnp.where(total == 0, 1, total)
         share = 1 / total
-        rows = _Rows(q, dout, top, share, delta * share, None, kept)
+        mean = delta * share
+        rows = _Rows(q, dout, top, share, mean, None, kept)
         if self._only_values:
             return rows
 
         def add_rest(key: KeyTile, rest):
             tile = kept.of(key)
-            found = (tile.exps * (tile.dprobs - rows.delta[..., None])).sum(-1)
+            found = (tile.exps * (tile.dprobs - mean[..., None])).sum(-1)
             return rest + jnp.exp(tile.top - top) * share * found
 
         find = functools.partial(tiling.over_keys, at, add_rest)
