@@ -77,7 +77,7 @@ class _Rows(NamedTuple):
       dout: [pairs,rows,Dv].
       top, share: [pairs,rows], maximum, and 1 over the sum of exponentials.
       delta: [pairs,rows]; None where it is not needed.
-      rest: [pairs,rows], what delta lacks to be the mean of dP; None if not known.
+      rest: [pairs,rows], what delta lacks to be the mean of dP; None if not kept.
       kept: None if the tiles are to be computed again.
     """
 
@@ -246,7 +246,7 @@ class Backward:
         share = 1 / total
         mean = delta * share
         rows = _Rows(q, dout, top, share, mean, None, kept)
-        if self._only_values:
+        if self._only_values or tiling.one_key_block:
             return rows
 
         def add_rest(key: KeyTile, rest):
@@ -255,8 +255,6 @@ class Backward:
             return rest + jnp.exp(tile.top - top) * share * found
 
         find = functools.partial(tiling.over_keys, at, add_rest)
-        if tiling.one_key_block:
-            return rows._replace(rest=find(zero))
         needed = jnp.any(share > SATURATED_SHARE)  # one more look at each tile
         return rows._replace(rest=lax.cond(needed, find, lambda rest: rest, zero))
 
@@ -365,7 +363,9 @@ class Backward:
         if rows.delta is None or self._only_values:
             return terms
         centered = dprobs - rows.delta[..., None]
-        if rows.rest is not None:
+        if tiling.one_key_block:  # XLA fuses it here
+            centered -= (probs * centered).sum(-1, keepdims=True)
+        elif rows.rest is not None:
             centered -= rows.rest[..., None]
         dscores, dsides = causes(probs * centered)
         for number, dside in zip(self.grad.sides, dsides, strict=True):
