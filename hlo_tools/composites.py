@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 NEGLIGIBLE_FILL = -1e4
 # Limits of a guarded site: a visible key has a bias of at least LOWEST_BIAS, no key
 # one above HIGHEST_BIAS, and every mask lowers or fills by GUARDED_FILL or more. So a
-# hidden key stays 2e4 below a visible one whether the bias is added to the fill or
-# not, which scores within +-9900 can not make up for; and all of it is in float16.
-LOWEST_BIAS, HIGHEST_BIAS, GUARDED_FILL = -1e4, 2e4, -5e4
+# hidden key stays 4e4 below a visible one whether the bias is added to the fill or
+# not, which scores within +-9900 can not make up for; and all of it is in float16. A
+# larger bias would round the scores otherwise than in the order that the site has.
+LOWEST_BIAS, HIGHEST_BIAS, GUARDED_FILL = -1e3, 1e3, -5e4
 
 
 @dataclass(frozen=True)

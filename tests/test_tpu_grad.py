@@ -1,5 +1,6 @@
 """The TPU kernels with their backward pass: interpreted, and compiled for TPUs."""
 
+import dataclasses
 from importlib.util import find_spec
 
 import jax
@@ -32,8 +33,16 @@ QUICK = ("multi-query", "bias, mask, causal")
     ],
 )
 def test_interpreted(name: str) -> None:
+    site = make_grad_site(name)
+    if name == "one key":
+        # P = 1: a plain program's zeros are exact, but rowsum(dout * out) and dP are
+        # sums in two orders, and differ by roundings of the largest dP.
+        values = site.site.inputs[2].repeat(site.site.spec.group, 2)  # [B,1,H,Dv]
+        rounding = np.finfo(np.float32).eps * np.abs((site.dout * values).sum(-1)).max()
+        limits = [x + 4 * rounding for x in site.limits[:2]]
+        site = dataclasses.replace(site, limits=[*limits, site.limits[2]])
     with pltpu.force_tpu_interpret_mode():
-        make_grad_site(name).check(tpu_grad.GRAD, V5E)
+        site.check(tpu_grad.GRAD, V5E)
 
 
 @pytest.mark.slow

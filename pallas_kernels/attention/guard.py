@@ -50,9 +50,6 @@ def guarded(implementation: Implementation, spec: AttentionSpec) -> Implementati
       implementation: one that knows nothing of `AttentionSpec.guarded`.
       spec: the site.
     """
-    if implementation.name == "online" and spec.mask_fill is None:
-        # a bias is added to any key alike, and "online" sums in float32
-        return _named(implementation)
     # All that names are good for to "online" is leaving out key blocks. In
     # milliseconds on two cores, B2 T1024 H4 D64, under the guard and literally: causal
     # 26 and 40, with the backward pass 128 and 226; without a band 71 and 47, 125 and
@@ -60,12 +57,6 @@ def guarded(implementation: Implementation, spec: AttentionSpec) -> Implementati
     if implementation.name == "online" and spec.band == (None, None):
         return _literal(implementation)
     return _guarded(implementation)
-
-
-@functools.cache
-def _named(implementation: Implementation) -> Implementation:
-    """Returns an implementation that takes the names as they are."""
-    return _changed(implementation, named_spec)
 
 
 @functools.cache

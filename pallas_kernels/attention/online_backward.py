@@ -4,12 +4,13 @@ With P = softmax(X) and delta = rowsum(P * dP), where dP = dout v^T, the gradien
 the scores is dX = P * (dP - delta) (Dao et al., arXiv 2205.14135). What lies
 between q k^T and X is differentiated by JAX, tile by tile, so any site is exact.
 
-Where a softmax is saturated dX is a small difference: with P = 1 it is dP - delta,
-which the softmax of a whole row in memory makes zero, without any error. So here too
-maximum, sum and delta of a row are taken of the very scores and dP that its gradients
-are taken of, however long it is (`sweep`). Flash attention's delta, rowsum(dout *
-out), with maximum and sum from the forward half, spares a look at every tile but
-leaves eps * |dP|, which may be many times the true gradient.
+Where a softmax is saturated dX is a small difference: with P near 1 it is dP - delta.
+So maximum, sum and delta of a row are taken of the very scores and dP that its
+gradients are taken of, however long it is (`sweep`), and the mean of dP - delta, which
+rounding leaves, is taken off as well: JAX's own gradient of a softmax makes dX of the
+top key zero instead, in float64 too, once 1 - P is below epsilon. Flash attention's
+delta, rowsum(dout * out), with maximum and sum from the forward half, spares a look at
+every tile but leaves eps * |dP|, which may be many times the true gradient.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ needs to know about itself, the second adds up the gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,75 +17,12 @@ from jax import lax
 from hlo_tools.composites import AttentionSpec
 from hlo_tools.gradients import GradSpec
 from pallas_kernels.attention import tiles
+from pallas_kernels.attention.online_backward_state import Kept, Rows, Whole
 from pallas_kernels.attention.online_tiling import Blocks, KeyTile, QueryTile, Tiling
 
-
-class Whole(NamedTuple):
-    """The operands, whole.
-
-    Attributes:
-      q, out, dout: [B,T,K,G,*].
-      k, v: [B,K,S,*].
-      sides: as they come.
-      top, total: [B,K,G,T], maximum and sum of exponentials.
-      delta: [B,K,G,T], sum of P * dP, less the gradient of the logsumexp; None if it
-        is to be worked out. Where it is given, so are `top` and `total`, and all
-        three are taken as they are.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    sides: tuple[jax.Array, ...]
-    out: jax.Array
-    top: jax.Array
-    total: jax.Array
-    dout: jax.Array
-    delta: jax.Array | None = None
-
-
-class _Kept(NamedTuple):
-    """What the first sweep keeps of a key block, or of all, along a new first dim.
-
-    Attributes:
-      exps: [pairs,rows,s], exp(X - top).
-      top: [pairs,rows], the maximum so far.
-      dprobs: [pairs,rows,s], dP; a scalar where it is not needed.
-      scores: [pairs,rows,s]; a scalar unless the gradient of X depends on them.
-    """
-
-    exps: jax.Array
-    top: jax.Array
-    dprobs: jax.Array
-    scores: jax.Array
-
-    def put(self, tile: _Kept, number: jax.Array) -> _Kept:
-        """Puts a key block's in its place."""
-        pairs = zip(self, tile, strict=True)
-        return _Kept(*(_put(whole, part, number) for whole, part in pairs))
-
-    def of(self, key: KeyTile) -> _Kept:
-        """Takes a key block's out."""
-        return _Kept(*(_take(whole, key.number) for whole in self))
-
-
-class _Rows(NamedTuple):
-    """What one query block knows.
-
-    Attributes:
-      q: [pairs,rows,D], scaled.
-      dout: [pairs,rows,Dv].
-      top, share: [pairs,rows], maximum, and 1 over the sum of exponentials.
-      delta: [pairs,rows]; None where it is not needed.
-      kept: None if the tiles are to be computed again.
-    """
-
-    q: jax.Array
-    dout: jax.Array
-    top: jax.Array
-    share: jax.Array
-    delta: jax.Array | None
-    kept: _Kept | None = None
+# dX of a row's top key is about P (1 - P) dP, and off by P * eps * dP from the rounding
+# of delta: by less than 100 * eps of it if P is below this.
+SATURATED_SHARE = 0.99
 
 
 class Backward:
@@ -105,10 +43,8 @@ class Backward:
         sweep: bool,
     ):
         self.spec, self.grad, self.tiling = spec, grad, Tiling(spec, blocks, widen)
-        self.score_operand, self.value_operand = (
-            self.tiling.score_operand,
-            self.tiling.value_operand,
-        )
+        self.score_operand = self.tiling.score_operand
+        self.value_operand = self.tiling.value_operand
         if not widen:
             promote = jnp.promote_types
             self.score_operand = promote(self.score_operand, spec.score_dtype)
@@ -156,7 +92,7 @@ class Backward:
         carry = lax.fori_loop(0, tiling.count, query_block, (zeros, room))
         return dict(zip(wanted, carry[0], strict=True))
 
-    def _room(self, whole: Whole) -> _Kept:
+    def _room(self, whole: Whole) -> Kept:
         tiling = self.tiling
         pairs = tiling.blocks.batch * tiling.blocks.kv_heads
         lead = (tiling.key_block_count, pairs, self.spec.group * tiling.blocks.queries)
@@ -168,11 +104,11 @@ class Backward:
             tile if self._bent_scores else (),
         )
         dtype = self.spec.compute_dtype
-        return _Kept(*(lax.full_like(whole.dout, 0, dtype, shape) for shape in shapes))
+        return Kept(*(lax.full_like(whole.dout, 0, dtype, shape) for shape in shapes))
 
     def _query_block(
-        self, whole: Whole, at: QueryTile, sums: dict, kept: _Kept | None
-    ) -> tuple[dict, _Kept | None]:
+        self, whole: Whole, at: QueryTile, sums: dict, kept: Kept | None
+    ) -> tuple[dict, Kept | None]:
         """Adds what one query block gives to all sums, and fills in its own of q."""
         tiling, dtype = self.tiling, self.spec.compute_dtype
         names = [name for name in sums if name != "q"]
@@ -215,12 +151,12 @@ class Backward:
         return sums, rows.kept
 
     def _swept(
-        self, whole: Whole, at: QueryTile, q: jax.Array, dout: jax.Array, kept: _Kept
-    ) -> _Rows:
+        self, whole: Whole, at: QueryTile, q: jax.Array, dout: jax.Array, kept: Kept
+    ) -> Rows:
         """Finds out about the rows from the very scores that the gradients are of.
 
-        Where a row has nearly all of its probability at one key, P of that key is
-        1 and dP - delta is 0 without any error, as in the softmax of a whole row.
+        Where a row has nearly all of its probability at one key, delta is dP of that
+        key, and what the others add to it, all that dX is made of, is lost: `rest`.
         """
         tiling, dtype = self.tiling, self.spec.compute_dtype
         zero = lax.full_like(q, 0, dtype, q.shape[:2])
@@ -237,20 +173,31 @@ class Backward:
             if not self._only_values:
                 dprobs = self._dprobs(whole, dout, at, key)
                 delta = delta * decay + (exps * dprobs).sum(-1)
-            tile = _Kept(exps, new_top, dprobs, scores)
+            tile = Kept(exps, new_top, dprobs, scores)
             return new_top, total, delta, kept.put(tile, key.number)
 
         carry = lax.full_like(zero, -jnp.inf), zero, zero, kept
         top, total, delta, kept = tiling.over_keys(at, key_block, carry)
         if tiling.skips:  # rows that see no key are none of the tiles' business
-            empty = total == 0
-            top, total = jnp.where(empty, 0, top), jnp.where(empty, 1, total)
+            top, total = jnp.where(total == 0, 0, top), jnp.where(total == 0, 1, total)
         share = 1 / total
-        return _Rows(q, dout, top, share, delta * share, kept)
+        mean = delta * share
+        rows = Rows(q, dout, top, share, mean, None, kept)
+        if self._only_values or tiling.one_key_block:
+            return rows
+
+        def add_rest(key: KeyTile, rest):
+            tile = kept.of(key)
+            found = (tile.exps * (tile.dprobs - mean[..., None])).sum(-1)
+            return rest + jnp.exp(tile.top - top) * share * found
+
+        find = functools.partial(tiling.over_keys, at, add_rest)
+        needed = jnp.any(share > SATURATED_SHARE)  # one more look at each tile
+        return rows._replace(rest=lax.cond(needed, find, lambda rest: rest, zero))
 
     def _given(
         self, whole: Whole, at: QueryTile, q: jax.Array, dout: jax.Array
-    ) -> _Rows:
+    ) -> Rows:
         """Takes what the forward half knew of the rows: keeps no tile."""
         tiling, dtype = self.tiling, self.spec.compute_dtype
         place = (at.b, at.h, 0, at.t)
@@ -258,7 +205,7 @@ class Backward:
             tiles.slice_tile(x, place, at.lead).reshape(q.shape[:2])
             for x in (whole.top, whole.total)
         )
-        rows = _Rows(q, dout, top, 1 / total, None)
+        rows = Rows(q, dout, top, 1 / total, None)
         if self._only_values:
             return rows
         if whole.delta is not None:
@@ -316,7 +263,7 @@ class Backward:
         return tiling.counted_once(key, x).reshape(scores.shape), causes
 
     def _probs(
-        self, whole: Whole, rows: _Rows, at: QueryTile, key: KeyTile
+        self, whole: Whole, rows: Rows, at: QueryTile, key: KeyTile
     ) -> tuple[jax.Array, jax.Array, Callable]:
         """Returns P and dP [pairs,rows,s], and what takes dX to its causes."""
         if rows.kept is None:
@@ -334,7 +281,7 @@ class Backward:
     def _key_block(
         self,
         whole: Whole,
-        rows: _Rows,
+        rows: Rows,
         columns: dict[str, jax.Array],
         at: QueryTile,
         key: KeyTile,
@@ -356,10 +303,10 @@ class Backward:
         if rows.delta is None or self._only_values:
             return terms
         centered = dprobs - rows.delta[..., None]
-        if tiling.key_block_count == 1 and whole.delta is None:
-            # Its mean is 0, but for the rounding of delta. Taking that off too leaves
-            # an error of eps * |dP - delta|, where delta alone leaves eps * |dP|.
+        if tiling.one_key_block and whole.delta is None:  # XLA fuses it here
             centered -= (probs * centered).sum(-1, keepdims=True)
+        elif rows.rest is not None:
+            centered -= rows.rest[..., None]
         dscores, dsides = causes(probs * centered)
         for number, dside in zip(self.grad.sides, dsides, strict=True):
             terms[number] = dside, place
