@@ -17,7 +17,8 @@ The compiler stage binds sites of the composite `hlo_tools.attention` to:
 |---|---|---|
 | online.py | anything | online softmax in plain JAX, any scores, tile by tile: |
 | online_forward.py, online_backward.py | | its two halves, over the tiles of |
-| online_backward_tiles.py | | the loops and tiles of the backward half |
+| online_backward_tiles.py, | | the loops and tiles of the backward half, |
+| online_backward_state.py | | and what they hand to each other |
 | online_tiling.py | | blocks, and the scores of one tile |
 | online_grad.py | | both halves, as `Implementation.grad` |
 | rows.py | CPUs | the form of "online" for named scores, which XLA fuses whole |

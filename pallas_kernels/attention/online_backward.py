@@ -23,7 +23,8 @@ from jax import lax
 
 from hlo_tools.composites import AttentionSpec, rows_with_keys
 from hlo_tools.gradients import GradSpec, Wanted
-from pallas_kernels.attention.online_backward_tiles import Backward, Whole
+from pallas_kernels.attention.online_backward_state import Whole
+from pallas_kernels.attention.online_backward_tiles import Backward
 from pallas_kernels.attention.online_tiling import Blocks
 
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_kernels.attention import tiles
+from pallas_kernels.attention.online_tiling import KeyTile
+
 
 class Whole(NamedTuple):
     """The operands, whole.
@@ -75,3 +78,16 @@ class Rows(NamedTuple):
     delta: jax.Array | None
     rest: jax.Array | None = None
     kept: Kept | None = None
+
+
+def _put(whole: jax.Array, tile: jax.Array, number: jax.Array) -> jax.Array:
+    if not whole.ndim:
+        return whole
+    return tiles.update_tile(whole, tile[None], (number, *(0,) * tile.ndim))
+
+
+def _take(whole: jax.Array, number: jax.Array) -> jax.Array:
+    if not whole.ndim:
+        return whole
+    start, size = (number, *(0,) * (whole.ndim - 1)), (1, *whole.shape[1:])
+    return tiles.slice_tile(whole, start, size)[0]

@@ -320,19 +320,6 @@ class Backward:
         return terms
 
 
-def _put(whole: jax.Array, tile: jax.Array, number: jax.Array) -> jax.Array:
-    if not whole.ndim:
-        return whole
-    return tiles.update_tile(whole, tile[None], (number, *(0,) * tile.ndim))
-
-
-def _take(whole: jax.Array, number: jax.Array) -> jax.Array:
-    if not whole.ndim:
-        return whole
-    start, size = (number, *(0,) * (whole.ndim - 1)), (1, *whole.shape[1:])
-    return tiles.slice_tile(whole, start, size)[0]
-
-
 def _sum_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Sums [b,K,G,t,s] over the dims that have size 1 in `shape`."""
     pairs = zip(array.shape, shape, strict=True)
