@@ -26,7 +26,11 @@ SLOW = pytest.mark.slow
 QUICK = ("everything", "several tiles", "causal, empty rows")
 # The interpreter has no addition in memory; blocks that add to the same place race
 # there, as the copy engine's additions do not.
-SHARED_SUMS = ("several tiles", *(n for n in CASES if n.startswith("bias")))
+SHARED_SUMS = (
+    "everything",
+    "several tiles",
+    *(n for n in CASES if n.startswith("bias")),
+)
 
 
 def has_gpu() -> bool:
