@@ -23,8 +23,7 @@ MAX_SHARED_BYTES = 227 * 1024
 WARPGROUP = 128
 # Every so many columns of an accumulator belong to the same threads.
 THREAD_COLUMNS = 8
-# The lower ones are Pallas's own.
-FIRST_BARRIER = 4
+# Of the named ones; the lower ones are Pallas's own, see the kernels' plans.
 LAST_BARRIER = 15
 
 # An accumulator of the tensor cores; pyright can not see through it.

@@ -113,12 +113,12 @@ def _predict_forward(
 
 
 def _schedule_factor(problem: AttentionProblem, config: ForwardConfig) -> float:
-    """Returns the time of a schedule over that of the best one, measured.
+    """Returns the time of a schedule over that of the best one.
 
-    On an H200, as the medians of what benchmarks/results/attention.json has: blocks
-    that stay save their starts where all are equally long, and cost registers where
-    masks come in several loops; overlap pays where exponentials are the limit, or
-    products are long.
+    Estimates, from a few shapes on an H200; measured tables are to take their place.
+    Blocks that stay save their starts where all are equally long, and cost registers
+    where masks come in several loops; overlap pays where exponentials are the limit,
+    or products are long.
     """
     banded = problem.band != (None, None)
     deep, flat = problem.head_dim > 128, problem.head_dim <= 64
