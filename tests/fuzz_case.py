@@ -278,6 +278,8 @@ def _repair_numbers(case: Case) -> dict[str, Any]:
     fill = case.fill
     if fill == "-inf" and case.form in ("float", "blend", "multiplied"):
         fill = "-1e30"  # infinity times zero is NaN
+    if fill == "-inf" and case.loop == "scan_carried":
+        fill = "-1e30"  # a row without keys is NaN, and a key of the next step
     if case.dtype == "float16" and fill in ("-1e30", "-1e9"):
         fill = "min"
     new["fill"] = fill

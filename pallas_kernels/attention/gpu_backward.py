@@ -131,6 +131,7 @@ def _scratch(kernel: Kernel) -> dict:
         "ds_tiles": hopper.tiled((2, groups, KEYS_OF_WARPGROUP, rows), dtype),
         "dq_tile": hopper.tiled((groups, *part), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=2 * groups),
+        "ds_ready": plgpu.Barrier(num_arrivals=groups, num_barriers=2),
         "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "dout_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     }

@@ -37,14 +37,21 @@ class Compute:
             hopper.arrive(side.free + stage, side.everyone)
         own = side.key + group * KEYS_OF_WARPGROUP
         span = side.span(own)
+        # of no tile, which adds nothing to the first
+        before = (side.head(0), self.kernel.tile_inside(span.first))
+        self.write_ds(group, 1, hopper.zeros(self.shape).astype(self.dtype))
+        plgpu.barrier_arrive(self.scratch["ds_ready"].at[1])
         plgpu.barrier_wait(self.scratch["kv_ready"])
-        dk, dv = side.each_head(
+        before, dk, dv = side.each_head(
             functools.partial(self.each_tile, group, own, span),
             (
+                before,
                 hopper.zeros((KEYS_OF_WARPGROUP, problem.head_dim)),
                 hopper.zeros((KEYS_OF_WARPGROUP, problem.value_dim)),
             ),
         )
+        slot = lax.rem(problem.group * (span.end - span.first) + 1, 2)
+        self.add_queries(group, before, self.last_queries(group, slot))
         plgpu.wait_smem_to_gmem(0)
         hopper.sync(side.together, side.compute_threads)
         self.write(group, own, dk * problem.scale, dv)
@@ -59,6 +66,8 @@ class Compute:
             return lax.fori_loop(span.first, span.end, masked, state)
         state = lax.fori_loop(span.first, span.full_first, masked, state)
         state = lax.fori_loop(span.full_first, span.full_end, plain, state)
+        if self.kernel.problem.band[0] is None:
+            return state
         return lax.fori_loop(span.full_end, span.end, masked, state)
 
     def step(self, group, own, span: Span, member, masked, index, state):
@@ -67,7 +76,7 @@ class Compute:
         number = member * (span.end - span.first) + index - span.first
         stage, slot = lax.rem(number, config.stages), lax.rem(number, 2)
         tile = Tile(side.batch, side.head(member), index * config.block_q, own)
-        dk, dv = state
+        before, dk, dv = state
         p, slope, dp = self.scores_and_products(group, stage, tile, masked)
         delta = self.column("delta_tiles", stage)
         dv, ds = self.add_values(dv, p, dp, delta, stage)
@@ -75,13 +84,11 @@ class Compute:
             self.add_bias(group, tile, ds)
         if slope is not None:
             ds *= slope
-        ds = ds.astype(self.dtype)
-        self.scratch["ds_tiles"][slot, group] = ds
-        plgpu.commit_smem()
-        dk, dq = self.add_keys(dk, ds, group, stage, slot)
+        dk, dq = self.add_keys(dk, ds.astype(self.dtype), group, stage, slot)
         hopper.arrive(side.free + stage, side.everyone)
-        self.add_queries(group, tile, dq)
-        return dk, dv
+        plgpu.barrier_arrive(self.scratch["ds_ready"].at[slot])
+        self.add_queries(group, before, dq)
+        return (tile.head, index), dk, dv
 
     def scores_and_products(self, group, stage, tile: Tile, masked):
         """Returns P^T, the slope of the cap or None, and dP^T = v dout^T."""
@@ -134,44 +141,72 @@ class Compute:
         return pl.run_state(multiply)((hopper.ACC.init(dv), dp))
 
     def add_keys(self, dk, ds, group, stage, slot):
-        """Returns dK + dS^T q, and this warpgroup's part of dS k."""
-        queries = self.scratch["q_tiles"].at[stage]
-        config, head_dim = self.kernel.config, self.kernel.problem.head_dim
-        part = config.dq_part(head_dim)
+        """Returns dK + dS^T q, and this warpgroup's part of dQ of the tile before.
 
-        def multiply_all(dq):
-            hopper.sync(self.side.together, self.side.compute_threads)
-            for other in range(config.compute_warpgroups):
-                scores = self.scratch["ds_tiles"].at[slot, other]
-                keys = self.scratch["k_tile"].at[other]
-                if part[0] < config.block_q:
-                    scores = scores.at[:, pl.ds(group * part[0], part[0])]
-                if part[1] < head_dim:
-                    keys = keys.at[:, pl.ds(group * part[1], part[1])]
-                plgpu.wgmma(dq, scores.transpose((1, 0)), keys)
+        The other warpgroups' dS^T of that tile are there, or nearly: none has to wait
+        for the slowest at each tile. This one's go to memory meanwhile.
+        """
+        queries = self.scratch["q_tiles"].at[stage]
+        part = self.kernel.config.dq_part(self.kernel.problem.head_dim)
 
         def multiply(dq):
             if self.kernel.interpret:
                 total = dk + hopper.interpreted_product(ds, queries)
-                multiply_all(dq)
+                self.write_ds(group, slot, ds)
+                self.multiply_queries(dq, group, 1 - slot)
                 return total, dq[...]
 
             def with_keys(dk):
                 plgpu.wgmma(dk, ds, queries)
-                multiply_all(dq)
+                self.write_ds(group, slot, ds)
+                self.multiply_queries(dq, group, 1 - slot)
 
             return pl.run_state(with_keys)(hopper.ACC.init(dk)), dq[...]
 
         return pl.run_scoped(multiply, hopper.ACC(part, jnp.float32))
 
-    def add_queries(self, group, tile: Tile, dq) -> None:
-        """Adds this warpgroup's part of dQ in memory."""
+    def last_queries(self, group, slot):
+        """Returns this warpgroup's part of dQ of the last tile."""
+        part = self.kernel.config.dq_part(self.kernel.problem.head_dim)
+
+        def multiply(dq):
+            self.multiply_queries(dq, group, slot)
+            return dq[...]
+
+        return pl.run_scoped(multiply, hopper.ACC(part, jnp.float32))
+
+    def multiply_queries(self, dq, group, slot) -> None:
+        """Adds this warpgroup's part of dS k, of all keys of the block."""
+        config, head_dim = self.kernel.config, self.kernel.problem.head_dim
+        part = config.dq_part(head_dim)
+        plgpu.barrier_wait(self.scratch["ds_ready"].at[slot])
+        for other in range(config.compute_warpgroups):
+            scores = self.scratch["ds_tiles"].at[slot, other]
+            keys = self.scratch["k_tile"].at[other]
+            if part[0] < config.block_q:
+                scores = scores.at[:, pl.ds(group * part[0], part[0])]
+            if part[1] < head_dim:
+                keys = keys.at[:, pl.ds(group * part[1], part[1])]
+            plgpu.wgmma(dq, scores.transpose((1, 0)), keys)
+
+    def write_ds(self, group, slot, ds) -> None:
+        """Puts dS^T where the products for dQ read it.
+
+        The others have read what was there: they arrive at `ds_ready` of a tile when
+        their products of the tile before are done.
+        """
+        self.scratch["ds_tiles"][slot, group] = ds
+        plgpu.commit_smem()
+
+    def add_queries(self, group, place, dq) -> None:
+        """Adds this warpgroup's part of dQ in memory, at (head, tile)."""
         rows, columns = self.kernel.config.dq_part(self.kernel.problem.head_dim)
-        query, column = tile.query, group * columns
+        head, index = place
+        query, column = index * self.kernel.config.block_q, group * columns
         if rows < self.kernel.config.block_q:
-            query, column = tile.query + group * rows, 0
+            query, column = query + group * rows, 0
         target = self.sums[0].at[
-            tile.batch, pl.ds(query, rows), tile.head, pl.ds(column, columns)
+            self.side.batch, pl.ds(query, rows), head, pl.ds(column, columns)
         ]
         self.add(dq, self.scratch["dq_tile"].at[group], target)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.experimental.pallas as pl
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hopper
+from pallas_kernels.attention.gpu_schedule import heads_together, place
 from pallas_kernels.attention.gpu_scores import Scores, Span
 from pallas_kernels.attention.problem import AttentionProblem
 from pallas_kernels.kernel import KernelConfig
@@ -73,17 +75,25 @@ class Kernel:
         """Tiles of keys in all."""
         return self.problem.batch * self.problem.kv_heads * self.tiles
 
+    def tile_inside(self, tile):
+        """Returns a tile of queries, the last one if there is no such."""
+        return jnp.minimum(tile, pl.cdiv(self.problem.q_len, self.config.block_q) - 1)
+
     def place(self):
         """Returns (batch, key-value head, first key) of the block."""
-        number = lax.axis_index("block")
-        tile = lax.rem(number, self.tiles)
-        rest = lax.div(number, self.tiles)
-        if self.problem.band[1] is None and self.problem.band[0] is not None:
+        problem, together = self.problem, 1
+        heads = problem.batch * problem.kv_heads
+        low, high = problem.band
+        if (low is None) != (high is None):
+            # q and dout, and dq in float32
+            row = problem.group * (6 * problem.head_dim + 2 * problem.value_dim)
+            together = heads_together(heads, problem.q_len * row)
+        head, tile = place(lax.axis_index("block"), self.tiles, heads, together)
+        if high is None and low is not None:
             tile = self.tiles - 1 - tile  # the longest come first
-        heads = self.problem.kv_heads
         return (
-            lax.div(rest, heads),
-            lax.rem(rest, heads),
+            lax.div(head, problem.kv_heads),
+            lax.rem(head, problem.kv_heads),
             tile * self.config.block_kv,
         )
 

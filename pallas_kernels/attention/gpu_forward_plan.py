@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hopper
+from pallas_kernels.attention.gpu_schedule import heads_together, place
 from pallas_kernels.attention.problem import AttentionProblem
 from pallas_kernels.kernel import KernelConfig
 
@@ -78,18 +79,20 @@ class Kernel:
     def place(self, number):
         """Returns (batch, head, tile of queries) of a piece of work.
 
-        The tiles of one head follow each other, so that its keys stay in the cache;
-        with a causal mask the longest come first.
+        The tiles of one head follow each other, so that its keys stay in the cache,
+        unless their lengths differ.
         """
-        tile = lax.rem(number, self.tiles)
-        rest = lax.div(number, self.tiles)
-        if self.problem.band[1] is not None:
+        problem, together = self.problem, 1
+        low, high = problem.band
+        if high is not None and low is None:
+            row = 2 * (problem.head_dim + problem.value_dim)
+            size = problem.k_len * row // problem.group
+            together = heads_together(problem.batch * problem.heads, size)
+        heads = problem.batch * problem.heads
+        head, tile = place(number, self.tiles, heads, together)
+        if high is not None:
             tile = self.tiles - 1 - tile
-        return (
-            lax.div(rest, self.problem.heads),
-            lax.rem(rest, self.problem.heads),
-            tile,
-        )
+        return lax.div(head, problem.heads), lax.rem(head, problem.heads), tile
 
     def each_work(self, body) -> None:
         """Calls body(number, carry) for what this block does, carry an int32 from 0."""

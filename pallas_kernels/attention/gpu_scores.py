@@ -177,6 +177,8 @@ class Scores:
         full_end = jnp.where(full_end >= queries, end, lax.div(full_end, size))
         whole = own + own_count <= keys
         full_first = jnp.clip(_cdiv(full_first, size), first, end)
+        if low is None:  # one loop with masks is enough, in front
+            full_first, full_end = jnp.where(whole, full_first, end), end
         full_end = jnp.clip(jnp.where(whole, full_end, full_first), full_first, end)
         return Span(first, end, full_first, full_end, first, end)
 

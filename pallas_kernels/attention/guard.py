@@ -53,8 +53,13 @@ def guarded(implementation: Implementation, spec: AttentionSpec) -> Implementati
     # All that names are good for to "online" is leaving out key blocks. In
     # milliseconds on two cores, B2 T1024 H4 D64, under the guard and literally: causal
     # 26 and 40, with the backward pass 128 and 226; without a band 71 and 47, 125 and
-    # 110.
-    if implementation.name == "online" and spec.band == (None, None):
+    # 110. But narrow scores are rounded literally, while XLA's own code keeps them in
+    # float32 within a fusion, and so do the names.
+    wide = all(
+        jnp.dtype(dtype).itemsize >= 4
+        for dtype in (spec.score_dtype, spec.softmax_dtype)
+    )
+    if implementation.name == "online" and spec.band == (None, None) and wide:
         return _literal(implementation)
     return _guarded(implementation)
 
