@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hopper
-from pallas_kernels.attention.gpu_backward_compute import Compute
+from pallas_kernels.attention.gpu_backward_compute import Compute, flat_scratch
+from pallas_kernels.attention.gpu_backward_deep import (
+    KEYS,
+    VALUES,
+    Keys,
+    Values,
+    deep_scratch,
+)
 from pallas_kernels.attention.gpu_backward_plan import (
     KEYS_OF_WARPGROUP,
     BackwardConfig,
@@ -114,27 +121,20 @@ def _bias_gradient(kernel: Kernel, total) -> jax.Array:
 def _scratch(kernel: Kernel) -> dict:
     problem, config = kernel.problem, kernel.config
     dtype = jnp.dtype(problem.dtype)
-    stages, rows = config.stages, config.block_q
-    part = config.dq_part(problem.head_dim)
-    groups = config.compute_warpgroups
-    bias = {}
-    if kernel.wants_bias:
-        shape = (groups, KEYS_OF_WARPGROUP, rows)
-        bias["dbias_tile"] = hopper.tiled(shape, jnp.float32)
-    return bias | {
+    stages, rows, groups = config.stages, config.block_q, config.key_groups
+    dout_stages = config.dout_stages
+    scratch = {
         "k_tile": hopper.tiled((groups, KEYS_OF_WARPGROUP, problem.head_dim), dtype),
         "v_tile": hopper.tiled((groups, KEYS_OF_WARPGROUP, problem.value_dim), dtype),
         "q_tiles": hopper.tiled((stages, rows, problem.head_dim), dtype),
-        "dout_tiles": hopper.tiled((stages, rows, problem.value_dim), dtype),
+        "dout_tiles": hopper.tiled((dout_stages, rows, problem.value_dim), dtype),
         "lse_tiles": plgpu.SMEM((stages, rows), jnp.float32),
-        "delta_tiles": plgpu.SMEM((stages, rows), jnp.float32),
-        "ds_tiles": hopper.tiled((2, groups, KEYS_OF_WARPGROUP, rows), dtype),
-        "dq_tile": hopper.tiled((groups, *part), jnp.float32),
+        "delta_tiles": plgpu.SMEM((dout_stages, rows), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=2 * groups),
-        "ds_ready": plgpu.Barrier(num_arrivals=groups, num_barriers=2),
         "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "dout_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "dout_ready": plgpu.Barrier(num_arrivals=2, num_barriers=dout_stages),
     }
+    return scratch | (deep_scratch if config.deep else flat_scratch)(kernel)
 
 
 def _body(kernel: Kernel, q, k, v, dout, lse, delta, *rest, **scratch) -> None:
@@ -150,7 +150,17 @@ def _body(kernel: Kernel, q, k, v, dout, lse, delta, *rest, **scratch) -> None:
     @pl.when(group < groups)
     def _():
         plgpu.set_max_registers(many, action="increase")
-        Compute(side, dk, dv, sums).run(group)
+        if not kernel.config.deep:
+            Compute(side, dk, dv, sums).run(group)
+            return
+
+        @pl.when(group == VALUES)
+        def _():
+            Values(side, dv, sums).run()
+
+        @pl.when(group == KEYS)
+        def _():
+            Keys(side, dk, sums).run()
 
     @pl.when(group == groups)
     def _():
@@ -162,7 +172,7 @@ def _copy(side: Side, q, k, v, dout, lse, delta) -> None:
     """Copies the tile of keys, then all tiles of queries."""
     scratch, config = side.scratch, side.kernel.config
     span = side.span(side.key)
-    for group in range(config.compute_warpgroups):
+    for group in range(config.key_groups):
         keys = pl.ds(side.key + group * KEYS_OF_WARPGROUP, KEYS_OF_WARPGROUP)
         for array, name in ((k, "k_tile"), (v, "v_tile")):
             plgpu.copy_gmem_to_smem(
@@ -172,19 +182,29 @@ def _copy(side: Side, q, k, v, dout, lse, delta) -> None:
             )
 
     def copy_tile(member, index, step):
-        stage = lax.rem(step, config.stages)
         head = side.head(member)
-        rows = pl.ds(index * config.block_q, config.block_q)
-        hopper.sync(side.free + stage, side.everyone)
-        for array, name, ready in (
-            (q.at[side.batch, rows, head], "q_tiles", "q_ready"),
-            (lse.at[side.batch, head, rows], "lse_tiles", "q_ready"),
-            (dout.at[side.batch, rows, head], "dout_tiles", "dout_ready"),
-            (delta.at[side.batch, head, rows], "delta_tiles", "dout_ready"),
-        ):
+        rows = pl.ds(side.turned(index, span) * config.block_q, config.block_q)
+
+        def copy(stage, name: str, tile, numbers_name: str, numbers) -> None:
+            ready = scratch[f"{name}_ready"].at[stage]
             plgpu.copy_gmem_to_smem(
-                array, scratch[name].at[stage], scratch[ready].at[stage]
+                tile.at[side.batch, rows, head],
+                scratch[f"{name}_tiles"].at[stage],
+                ready,
             )
+            plgpu.copy_gmem_to_smem(
+                numbers.at[side.batch, head, rows],
+                scratch[f"{numbers_name}_tiles"].at[stage],
+                ready,
+            )
+
+        stage = lax.rem(step, config.stages)
+        hopper.sync(side.free + stage, side.everyone)
+        copy(stage, "q", q, "lse", lse)
+        if config.deep:
+            stage = lax.rem(step, config.dout_stages)
+            hopper.sync(side.dout_free + stage, side.everyone)
+        copy(stage, "dout", dout, "delta", delta)
         return step + 1
 
     def copy_head(member, step):

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hopper
-from pallas_kernels.attention.gpu_backward_plan import KEYS_OF_WARPGROUP, Side
+from pallas_kernels.attention.gpu_backward_plan import KEYS_OF_WARPGROUP, Kernel, Side
+from pallas_kernels.attention.gpu_backward_worker import Worker
 from pallas_kernels.attention.gpu_scores import Span, Tile
 
 
-class Compute:
+def flat_scratch(kernel: Kernel) -> dict:
+    """Returns the shared memory that is not as in the kernel for large head dims."""
+    problem, config = kernel.problem, kernel.config
+    groups, dtype = config.compute_warpgroups, jnp.dtype(problem.dtype)
+    shape = (groups, KEYS_OF_WARPGROUP, config.block_q)
+    part = config.dq_part(problem.head_dim)
+    bias = {}
+    if kernel.wants_bias:
+        bias["dbias_tile"] = hopper.tiled(shape, jnp.float32)
+    return bias | {
+        "ds_tiles": hopper.tiled((2, *shape), dtype),
+        "dq_tile": hopper.tiled((groups, *part), jnp.float32),
+        "ds_ready": plgpu.Barrier(num_arrivals=groups, num_barriers=2),
+    }
+
+
+class Compute(Worker):
     """A compute warpgroup.
 
     Args:
@@ -25,10 +41,8 @@ class Compute:
     """
 
     def __init__(self, side: Side, dk, dv, sums):
-        self.side, self.kernel, self.scratch = side, side.kernel, side.scratch
-        self.dk, self.dv, self.sums = dk, dv, sums
-        self.dtype = self.scratch["k_tile"].dtype
-        self.shape = (KEYS_OF_WARPGROUP, self.kernel.config.block_q)
+        super().__init__(side, sums)
+        self.dk, self.dv = dk, dv
 
     def run(self, group) -> None:
         """Computes the gradients of the tile of keys."""
@@ -43,7 +57,7 @@ class Compute:
         plgpu.barrier_arrive(self.scratch["ds_ready"].at[1])
         plgpu.barrier_wait(self.scratch["kv_ready"])
         before, dk, dv = side.each_head(
-            functools.partial(self.each_tile, group, own, span),
+            functools.partial(self.each_tile, self.step, group, own, span),
             (
                 before,
                 hopper.zeros((KEYS_OF_WARPGROUP, problem.head_dim)),
@@ -56,25 +70,12 @@ class Compute:
         hopper.sync(side.together, side.compute_threads)
         self.write(group, own, dk * problem.scale, dv)
 
-    def each_tile(self, group, own, span: Span, member, state):
-        """Takes one tile of queries of a head after the other."""
-        step = functools.partial(self.step, group, own, span, member)
-        masked, plain = functools.partial(step, True), functools.partial(step, False)
-        if not self.kernel.scores.hides:
-            return lax.fori_loop(span.first, span.end, plain, state)
-        if self.kernel.scores.hides_by_data:
-            return lax.fori_loop(span.first, span.end, masked, state)
-        state = lax.fori_loop(span.first, span.full_first, masked, state)
-        state = lax.fori_loop(span.full_first, span.full_end, plain, state)
-        if self.kernel.problem.band[0] is None:
-            return state
-        return lax.fori_loop(span.full_end, span.end, masked, state)
-
     def step(self, group, own, span: Span, member, masked, index, state):
         """Adds what one tile of queries contributes."""
         side, config = self.side, self.kernel.config
         number = member * (span.end - span.first) + index - span.first
         stage, slot = lax.rem(number, config.stages), lax.rem(number, 2)
+        index = side.turned(index, span)
         tile = Tile(side.batch, side.head(member), index * config.block_q, own)
         before, dk, dv = state
         p, slope, dp = self.scores_and_products(group, stage, tile, masked)
@@ -111,20 +112,6 @@ class Compute:
         acc = hopper.ACC(self.shape, jnp.float32)
         p, products, *slope = pl.run_scoped(multiply, acc, acc)
         return p, slope[0] if slope else None, products
-
-    def probabilities(self, raw, stage, tile: Tile, masked):
-        """Returns P^T, and the slope of the cap or None."""
-        scores = self.kernel.scores
-        x, factor, slope = scores.capped(raw)
-        x, factor = scores.in_log2(x, factor, self.side.refs, tile, masked)
-        return jnp.exp2(x * factor - self.column("lse_tiles", stage)), slope
-
-    def column(self, name: str, stage) -> jax.Array:
-        """Loads a number a query and repeats it for all keys."""
-        numbers = plgpu.load(
-            self.scratch[name].at[stage], layout=hopper.COLUMNS, optimized=False
-        )
-        return lax.broadcast_in_dim(numbers, self.shape, [1])
 
     def add_values(self, dv, p, dp, delta, stage):
         """Returns dV + P^T dout, and dS^T = P^T * (dP^T - delta)."""
@@ -221,16 +208,6 @@ class Compute:
             pl.ds(tile.query, self.shape[1]),
         ]
         self.add(ds, self.scratch["dbias_tile"].at[group], target)
-
-    def add(self, value, staging, target) -> None:
-        """Adds a tile in global memory, in any order with other blocks."""
-        if self.kernel.interpret:  # it knows no copy that adds
-            target[...] += value
-            return
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staging[...] = value
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
 
     def write(self, group, own, dk, dv) -> None:
         """Writes the gradients of the keys and values."""

@@ -25,23 +25,37 @@ class BackwardConfig(KernelConfig):
       block_q: queries of a tile: 64, or 64 for each compute warpgroup.
       stages: tiles of queries that are in shared memory at a time.
       compute_warpgroups: each keeps 64 keys.
+      deep: two warpgroups keep the same 64 keys, one their dV and one their dK; for
+        head dims above 128.
     """
 
     block_q: int = 64
     stages: int = 2
     compute_warpgroups: int = 2
+    deep: bool = False
+
+    @property
+    def key_groups(self) -> int:
+        """Groups of 64 keys that a block has."""
+        return 1 if self.deep else self.compute_warpgroups
+
+    @property
+    def dout_stages(self) -> int:
+        """Tiles of dout that are in shared memory at a time."""
+        return 1 if self.deep else self.stages
 
     @property
     def block_kv(self) -> int:
         """Keys of a block."""
-        return KEYS_OF_WARPGROUP * self.compute_warpgroups
+        return KEYS_OF_WARPGROUP * self.key_groups
 
     def shared_bytes(self, problem: AttentionProblem, wants_bias: bool) -> int:
         """Returns how much shared memory a block takes."""
         depth = problem.head_dim + problem.value_dim
         keys = self.block_kv * depth * 2
-        queries = self.stages * self.block_q * (depth * 2 + 8)
-        scores = self.block_kv * self.block_q * (2 * 2 + 4 * wants_bias)
+        queries = self.stages * self.block_q * (problem.head_dim * 2 + 4)
+        queries += self.dout_stages * self.block_q * (problem.value_dim * 2 + 4)
+        scores = self.block_kv * self.block_q * (2 * 2 + 4 * (wants_bias or self.deep))
         rows, columns = self.dq_part(problem.head_dim)
         dq = self.compute_warpgroups * rows * columns * 4
         return keys + queries + scores + dq + 1024
@@ -51,7 +65,9 @@ class BackwardConfig(KernelConfig):
         return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.compute_warpgroups]
 
     def dq_part(self, head_dim: int) -> tuple[int, int]:
-        """Rows and columns of dQ that a warpgroup computes."""
+        """Rows and columns of dQ that a warpgroup has on their way to memory."""
+        if self.deep:
+            return self.block_q, 64
         if self.block_q == 64 * self.compute_warpgroups:
             return 64, head_dim
         return self.block_q, head_dim // self.compute_warpgroups
@@ -85,8 +101,8 @@ class Kernel:
         heads = problem.batch * problem.kv_heads
         low, high = problem.band
         if (low is None) != (high is None):
-            # q and dout, and dq in float32
-            row = problem.group * (6 * problem.head_dim + 2 * problem.value_dim)
+            # q and dout of a query head, and its dq in float32
+            row = 6 * problem.head_dim + 2 * problem.value_dim
             together = heads_together(heads, problem.q_len * row)
         head, tile = place(lax.axis_index("block"), self.tiles, heads, together)
         if high is None and low is not None:
@@ -107,6 +123,7 @@ class Side:
         groups = kernel.config.compute_warpgroups
         self.together = groups + 2  # Pallas's own barriers come before
         self.free = self.together + 1
+        self.dout_free = self.free + kernel.config.stages  # if it is not `free`
         self.compute_threads = hopper.WARPGROUP * groups
         self.everyone = self.compute_threads + hopper.WARPGROUP
 
@@ -115,6 +132,18 @@ class Side:
         return self.kernel.scores.span_of_queries(
             self.refs, self.batch, self.key, own, KEYS_OF_WARPGROUP
         )
+
+    def turned(self, tile, span: Span):
+        """Returns which tile of queries comes in the place of a tile.
+
+        Without a band all blocks need all of them: each begins elsewhere, so that they
+        do not all add to the same dq.
+        """
+        if self.kernel.problem.band != (None, None):
+            return tile
+        count = span.end - span.first
+        start = lax.div(self.key, self.kernel.config.block_q)
+        return span.first + lax.rem(tile - span.first + start, jnp.maximum(count, 1))
 
     def head(self, member):
         """Returns a query head of the block's key-value head."""

@@ -18,13 +18,14 @@ CACHED_BYTES = 32 << 20
 
 
 def heads_together(heads: int, head_bytes: int) -> int:
-    """Returns how many heads' tiles are taken in turn.
+    """Returns how many heads' tiles are taken in turn; about equally many each time.
 
     Args:
       heads: all of them, of all batch elements.
       head_bytes: what the tiles of one head read again and again.
     """
-    return min(heads, max(1, CACHED_BYTES // head_bytes))
+    times = max(1, round(heads * head_bytes / CACHED_BYTES))
+    return -(-heads // min(times, heads))
 
 
 def place(number: Any, tiles: int, heads: int, together: int) -> tuple[Any, Any]:
