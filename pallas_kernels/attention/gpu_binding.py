@@ -51,9 +51,9 @@ def gpu_forward(
     Returns:
       [B,T,H,Dv] in `spec.out_dtype`, and float32 [B,H,T].
     """
-    operands = make_operands(spec, q, k, v, sides)
+    problem, operands = make_problem(spec), make_operands(spec, q, k, v, sides)
     with jax.enable_x64(False):  # the kernels count in 32 bits
-        out, lse = kernels().BACKEND.forward(make_problem(spec), None, operands)
+        out, lse = kernels().BACKEND.forward(problem, None, operands)
     if spec.has_bias:  # it alone hid all keys: -inf is no score to compare with
         hidden = jnp.transpose(jnp.isneginf(lse), (0, 2, 1))[..., None]
         out = jnp.where(hidden, jnp.asarray(jnp.nan, out.dtype), out)
@@ -95,6 +95,7 @@ def gpu_backward(
     seen_dout = without_lost_rows(spec, seen_dout, lse)
     delta = (seen_out.astype(jnp.float32) * seen_dout.astype(jnp.float32)).sum(-1)
     delta = jnp.transpose(delta, (0, 2, 1))  # [B,H,T]
+    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)  # no probabilities there
     wants_bias = bool(grad.sides)
     problem = make_problem(spec, wants_bias)
     operands = make_operands(spec, q, k, v, sides, wants_bias)

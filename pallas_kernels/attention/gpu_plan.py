@@ -191,14 +191,40 @@ def _unsupported_gradients(spec: AttentionSpec, grad: GradSpec) -> str | None:
 
 
 def _unsupported_sides(spec: AttentionSpec, grad: GradSpec) -> str | None:
-    """The chain from the bias to a side is the program's own, roundings included.
+    """Between bias and side are the program's own operations, roundings included.
 
-    Only at its end might the program have more: a gradient wider than the side.
+    So a side's gradient is as exact as the program's, unless the program has one
+    wider than the side, or something may be rounded before it is summed.
     """
-    if grad.sides and not spec.has_bias:
+    if not grad.sides:
+        return None
+    if not spec.has_bias:
         return "the gradient of a side that is no bias"
     for name, wanted in zip(grad.wanted, grad.dtypes, strict=True):
         if isinstance(name, int) and wanted != spec.sides[name].dtype:
             own = spec.sides[name].dtype
             return f"rounds the gradient of side {name} to {own}; here: {wanted}"
+    sides = [jax.ShapeDtypeStruct(side.shape, side.dtype) for side in spec.sides]
+    traced = jax.make_jaxpr(functools.partial(_bias_of, spec))(*sides)
+    (shape,) = (out.shape for out in traced.out_avals)
+    sums = any(spec.sides[number].shape != shape for number in grad.sides)
+    if sums and _is_narrow(traced.jaxpr):
+        return "a bias whose gradient is summed after it is rounded"
     return None
+
+
+def _bias_of(spec: AttentionSpec, *sides: jax.Array) -> jax.Array:
+    return tiles.rank5(spec.bias_fn(sides, *_positions(spec)))
+
+
+def _is_narrow(jaxpr: Any) -> bool:
+    """Returns whether anything is computed in less than float32."""
+    for eqn in jaxpr.eqns:
+        for out in eqn.outvars:
+            dtype = out.aval.dtype
+            if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+                return True
+        inner = [getattr(value, "jaxpr", value) for value in eqn.params.values()]
+        if any(_is_narrow(part) for part in inner if hasattr(part, "eqns")):
+            return True
+    return False
