@@ -137,9 +137,9 @@ def test_h200(shared_dir):
         shared_dir,
         "report, text = t.compile_for(target.devices[:1]); site, = report.sites;"
         "print(report.target, site.status, site.implementation);"
-        "print('__cudnn$fmha' in text)",
+        "print(text.count('custom_call_target=\"mosaic_gpu'))",
     )
-    assert output.split() == ["h200", "bound", "cudnn", "True"]
+    assert output.split() == ["h200", "bound", "mosaic-gpu", "1"]
 
 
 def test_h200_gradients(shared_dir):

@@ -23,6 +23,7 @@ from attention_sites import (
     relative_gate,
 )
 from gradient_sites import BIAS_SITES, QKV, grad_site_of, half_bias, make_grad_site
+from test_compile_only import run_on_h200_topology
 
 import hlo_tools
 from hlo_tools import StableHloModule, binding
@@ -304,19 +305,20 @@ CHOICES: dict[str, tuple[dict, tuple | None, str]] = {
     "mask": (masked(2, 1, 1, 4096, 4096), None, "mosaic-gpu"),
     "mask, training": (masked(2, 1, 1, 4096, 4096), QKV, "mosaic-gpu"),
     "mask of keys, training": (masked(2, 1, 1, 1, 4096), QKV, "mosaic-gpu"),
-    "bias, training": (half_bias(1, 4, 4, 4096, 4096), QKV, "mosaic-gpu"),
+    "bias, training": (half_bias(1, 16, 1, 4096, 4096), QKV, "mosaic-gpu"),
     "softcap": ({"softcap": 30.0}, None, "mosaic-gpu"),
     "softcap, training": ({"softcap": 30.0, "causal": True}, QKV, "mosaic-gpu"),
     "two-sided window": ({"window": (200, 200)}, None, "mosaic-gpu"),
     "odd mask, training": (
         masked(2, 1, 1, 4095, 4096, t=4095), QKV, "mosaic-gpu",
     ),
-    "dbias of heads": (half_bias(1, 4, 4, 4096, 4096), (0, *QKV), "cudnn"),
+    "dbias of heads": (half_bias(1, 16, 1, 4096, 4096), (0, *QKV), "cudnn"),
     "dbias in float32": (
-        biased(1, 4, 4, 4096, 4096, bias_dtype="float32"), (0, *QKV), "mosaic-gpu",
+        biased(1, 16, 1, 4096, 4096, bias_dtype="float32"), (0, *QKV), "mosaic-gpu",
     ),
     "head dim 96": ({"d": 96}, None, "cudnn"),
     "head dim 256, training": ({"d": 256}, QKV, "cudnn"),
+    "grouped, training": ({"k": 4, "g": 4, "causal": True}, QKV, "cudnn"),
     "decode": ({"b": 32, "t": 1}, None, "cudnn"),
 }  # fmt: skip
 
@@ -324,13 +326,7 @@ CHOICES: dict[str, tuple[dict, tuple | None, str]] = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_choices(name: str) -> None:
     keywords, wanted, expected = CHOICES[name]
-    sizes = {"t": 4096, "s": 4096, "k": 4, "g": 4, "d": 128, "dtype": HALF}
-    if wanted is not None or "bias" in name:
-        sizes |= {"k": 16, "g": 1}
-    if keywords.get("has_bias"):
-        keywords = dict(keywords)
-        (side,) = keywords["sides"]
-        keywords["sides"] = (SideSpec((1, 16, 1, 4096, 4096), side.dtype),)
+    sizes = {"t": 4096, "s": 4096, "k": 16, "g": 1, "d": 128, "dtype": HALF}
     spec = make_spec(**{**sizes, "softmax_dtype": "float32", **keywords})
     grad = None
     if wanted is not None:
@@ -358,3 +354,65 @@ def test_predictions_follow_the_table() -> None:
     assert IMPLEMENTATION.temp_bytes(deep, H200) > IMPLEMENTATION.temp_bytes(spec, H200)
     scores = 2 * spec.score_count  # bytes
     assert 0 < GRAD.temp_bytes(spec, grad, H200) < scores / 4
+
+
+def training_step(params, x, keys):
+    """A small model in the manner of Flax: one attention, padding masked."""
+
+    def loss(params):
+        q, k, v = (jnp.einsum("btc,chd->bthd", x, w) for w in params["qkv"])
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * 64**-0.5
+        s = jnp.where(keys[:, None, None, :], s, -1e30)
+        p = jax.nn.softmax(s).astype(v.dtype)
+        out = jnp.einsum("bhqk,bkhd->bqhd", p, v)
+        out = jnp.einsum("bthd,hdc->btc", out, params["out"])
+        return jnp.square((out - x).astype(jnp.float32)).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return value, jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
+
+
+def step_shapes(**options):
+    def array(*shape, dtype=HALF):
+        return jax.ShapeDtypeStruct(shape, dtype, **options)
+
+    weights = [array(512, 8, 64)] * 3
+    return (
+        {"qkv": weights, "out": array(8, 64, 512)},
+        array(8, 1024, 512),
+        array(8, 1024, dtype=bool),
+    )
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_training_step_is_bound(x64: bool) -> None:
+    """By the cost model alone, through all passes; anywhere, without a GPU."""
+    with jax.enable_x64(x64):
+        text = jax.jit(training_step).lower(*step_shapes()).as_text()
+        module, report = run_passes(StableHloModule.parse(text), "default", H200)
+    module.module.operation.verify()
+    (site,) = report.sites
+    assert (site.status, site.implementation) == ("bound", "mosaic-gpu"), site.reason
+    assert site.gradient_bound
+    assert site.config["block_kv"] % 64 == 0
+    assert site.bytes_saved > 0
+    assert module.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+def compile_training_step(device) -> str:
+    """Compiles it for a device; returns what was bound and how often it is called."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    step = hlo_tools.jit(training_step)
+    text = step.lower(*step_shapes(sharding=sharding)).compile().as_text() or ""
+    (site,) = step.report().sites
+    calls = text.count('custom_call_target="mosaic_gpu')
+    return f"{site.status} {site.implementation} {calls}"
+
+
+def test_training_step_compiles(shared_dir) -> None:
+    output = run_on_h200_topology(
+        shared_dir,
+        "import test_gpu_binding as b;"
+        "print(b.compile_training_step(target.devices[0]))",
+    )
+    assert output.split() == ["bound", "mosaic-gpu", "2"]
