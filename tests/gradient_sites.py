@@ -99,7 +99,9 @@ def make_grad_site(
     return grad_site_of(name, spec, wanted)
 
 
-def grad_site_of(name: str, spec: AttentionSpec, wanted: tuple[Wanted, ...]) -> GradSite:
+def grad_site_of(
+    name: str, spec: AttentionSpec, wanted: tuple[Wanted, ...]
+) -> GradSite:
     """Makes the site of a spec; its name is the seed of inputs and cotangents."""
     site = site_of(name, spec)
     rng = np.random.default_rng(zlib.crc32(name.encode()) + 1)

@@ -6,6 +6,7 @@ up to the site. Interpreted, the kernels themselves answer.
 
 import dataclasses
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,9 +93,15 @@ MORE_BIAS_SITES: dict[str, dict] = {
     "one number": half_bias(1, 1, 1, 1, 1),
     "groups share it": half_bias(1, 2, 1, 40, 40),
     "heads share it": half_bias(1, 1, 2, 40, 40),
-    "slopes": half_bias(1, 2, 2, 1, 1, fn=lambda sides, *positions: alibi(
-        (sides[0].astype(jnp.float32),), *positions
-    )) | {"bias_dtype": "float32"},
+    "slopes": half_bias(
+        1,
+        2,
+        2,
+        1,
+        1,
+        fn=lambda sides, *positions: alibi((sides[0].astype(jnp.float32),), *positions),
+    )
+    | {"bias_dtype": "float32"},
     "odd lengths": half_bias(1, 2, 2, 37, 53, t=37, s=53),
     "softcap": half_bias(1, 2, 2, 40, 40, softcap=1.5),
     "float16": biased(
@@ -373,7 +380,7 @@ def training_step(params, x, keys):
 
 
 def step_shapes(**options):
-    def array(*shape, dtype=HALF):
+    def array(*shape: int, dtype: Any = HALF):
         return jax.ShapeDtypeStruct(shape, dtype, **options)
 
     weights = [array(512, 8, 64)] * 3

@@ -214,7 +214,7 @@ def test_lowers_for_h200(kernel, variant, mesh, monkeypatch):
         assert site.status == "bound", site.reason
         assert site.implementation == kernel
         assert site.config["shard_map"]
-    functions = {n: f.operation.get_asm() for n, f in module.functions().items()}
+    functions = {n: str(f.operation.get_asm()) for n, f in module.functions().items()}
     with_kernel = [n for n, asm in functions.items() if KERNELS[kernel] in asm]
     assert len(with_kernel) == 2  # both halves
     for name in with_kernel:  # each device calls it on its own part

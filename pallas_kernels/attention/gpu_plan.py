@@ -140,9 +140,7 @@ def unsupported(spec: AttentionSpec, target: Target) -> str | None:
         return f"its kernels can not be imported: {error}"
 
 
-def unsupported_grad(
-    spec: AttentionSpec, grad: GradSpec, target: Target
-) -> str | None:
+def unsupported_grad(spec: AttentionSpec, grad: GradSpec, target: Target) -> str | None:
     """Returns why the kernels can not compute a site with its gradients, or None."""
     reason = (
         unsupported(spec, target)
@@ -205,8 +203,8 @@ def _unsupported_sides(spec: AttentionSpec, grad: GradSpec) -> str | None:
             own = spec.sides[name].dtype
             return f"rounds the gradient of side {name} to {own}; here: {wanted}"
     sides = [jax.ShapeDtypeStruct(side.shape, side.dtype) for side in spec.sides]
-    traced = jax.make_jaxpr(functools.partial(_bias_of, spec))(*sides)
-    (shape,) = (out.shape for out in traced.out_avals)
+    bias = functools.partial(_bias_of, spec)
+    traced, shape = jax.make_jaxpr(bias)(*sides), jax.eval_shape(bias, *sides).shape
     sums = any(spec.sides[number].shape != shape for number in grad.sides)
     if sums and _is_narrow(traced.jaxpr):
         return "a bias whose gradient is summed after it is rounded"
