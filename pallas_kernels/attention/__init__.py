@@ -36,8 +36,9 @@ The compiler stage binds sites of the composite `hlo_tools.attention` to:
 | cost_gpu.py | - | of our kernels for Hopper GPUs, against cuDNN |
 | cost_grad.py | - | the same with the backward pass |
 
-online, cudnn, gpu_binding and tpu have an `IMPLEMENTATION` each, see `hlo_tools.composites`; its
-`grad` runs a site together with its backward pass, see `hlo_tools.gradients`.
+online, cudnn, gpu_binding and tpu have an `IMPLEMENTATION` each, see
+`hlo_tools.composites`; its `grad` runs a site together with its backward pass, see
+`hlo_tools.gradients`.
 """
 
 from pallas_kernels.attention.api import attention
