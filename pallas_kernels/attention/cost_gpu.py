@@ -4,8 +4,9 @@ What matters is which of them and cuDNN is faster, so their times are cuDNN's as
 cost.py and cost_accelerators_grad.py predict them, divided by the tables below.
 
 [h200] one H200, bfloat16: ratios of times, cuDNN's over ours, at B2 S4096 H16 D128
-where a row says nothing else, both timed side by side through `attention`.
-Estimated, not measured: head dim 256 with its backward pass, softcaps, and few rows.
+where a row says nothing else. Estimated, not measured: head dim 256 with its backward
+pass, grouped heads in the forward pass, biases of keys, several factors at once,
+softcaps, and few rows.
 """
 
 from __future__ import annotations
