@@ -1,4 +1,4 @@
-"""Attention on a GPU: XLA's own code, cuDNN and "online", as the stage would bind them.
+"""Attention on a GPU: XLA's own code and all that the stage may bind there.
 
 Wall-clock time a call, the best of three runs of many calls; below 0.1 ms that is
 the time to launch it, not to run it. Beside each figure stands what the cost model
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from hlo_tools.composites import AttentionSpec, SideSpec, modified_scores
 from hlo_tools.targets import Target
-from pallas_kernels.attention import cost, cudnn, online
+from pallas_kernels.attention import cost, cudnn, gpu_binding, online
 
 RESULTS = Path(__file__).parent / "results" / "attention_gpu.json"
 
@@ -35,7 +35,7 @@ SIZES = (
     (1, 16, 8, 128, 8192, 8192),
     (32, 32, 8, 128, 1, 4096),
 )
-KINDS = ("full", "causal", "mask", "bias", "window")
+KINDS = ("full", "causal", "mask", "mask of keys", "bias", "window", "softcap")
 
 
 def make_spec(size: tuple[int, ...], kind: str, dtype: str) -> AttentionSpec:
@@ -45,12 +45,15 @@ def make_spec(size: tuple[int, ...], kind: str, dtype: str) -> AttentionSpec:
     fields: dict[str, Any] = {"causal": kind in ("causal", "window")}
     if kind == "window":
         fields["window"] = (255, 0)
-    if kind == "mask":
-        sides = (SideSpec((b, 1, 1, t, s), "bool"),)
+    if kind == "softcap":
+        fields["softcap"] = 30.0
+    if kind.startswith("mask"):
+        sides = (SideSpec((b, 1, 1, t if kind == "mask" else 1, s), "bool"),)
         fields.update(has_mask=True, mask_fn=lambda sides, q, k: sides[0], sides=sides)
     if kind == "bias":
         sides = (SideSpec((1, k, h // k, t, s), dtype),)
         fields.update(has_bias=True, bias_fn=lambda sides, q, k: sides[0], sides=sides)
+        fields["bias_dtype"] = dtype
     return AttentionSpec(
         batch=b, q_len=t, k_len=s, kv_heads=k, group=h // k, head_dim=d, value_dim=d,
         scale=d**-0.5, mask_fill=-1e30, softmax_dtype="float32", **fields,
@@ -94,7 +97,7 @@ def run_case(size, kind: str, dtype: str, target: Target) -> dict:
     row = {"B,H,K,D,T,S": list(size), "kind": kind, "dtype": dtype}
     row["naive_ms"] = milliseconds(functools.partial(naive, spec), args)
     row["naive_predicted_ms"] = round(cost.naive_seconds(spec, target) * 1e3, 4)
-    for module in (cudnn, online):
+    for module in (cudnn, gpu_binding, online):
         implementation = module.IMPLEMENTATION
         if implementation.supports(spec, target) is None:
             name = implementation.name

@@ -1,16 +1,18 @@
-"""Attention and its backward pass on a GPU: are cuDNN's gradients right, and how fast.
+"""Attention and its backward pass on a GPU: are the gradients right, and how fast.
 
-First every row of `CHECKS`: the largest error of each gradient against float32 at
-highest precision, beside that of the same computation written plainly and compiled
-by XLA. `ok` is the rule of the tests: at most twice the plain error and a small term,
-and NaN where NaN belongs. Then times of forward and backward together, the best of
-three runs of many calls: XLA's own code, cuDNN as the stage would bind it, and
-`jax.nn.dot_product_attention(implementation="cudnn")`.
+Every row of `CHECKS` for cuDNN and for our own kernels, as the stage would bind
+them: the largest error of each gradient against float32 at highest precision, beside
+that of the same computation written plainly and compiled by XLA. `ok` is the rule of
+the tests: at most twice the plain error and a small term, and NaN where NaN belongs.
+Before that, times of forward and backward together, the best of three runs of many
+calls, with XLA's own code and `jax.nn.dot_product_attention(implementation="cudnn")`.
 
     python benchmarks/attention_grad_gpu.py [--output FILE] [--limit SECONDS]
+        [--parts checks,times] [--implementations cudnn,mosaic-gpu]
 
-What raises is recorded and passed over; what does not fit into the limit is left
-out, and said so. Writes benchmarks/results/attention_grad_gpu.json.
+What raises is recorded and passed over, what is refused has the reason; what does not
+fit into the limit is left out, and said so.
+Writes benchmarks/results/attention_grad_gpu.json.
 """
 
 import argparse
@@ -32,10 +34,11 @@ from hlo_tools.composites import (
     attention_ref,
     modified_scores,
 )
-from hlo_tools.gradients import GradSpec, attention_grad_ref
+from hlo_tools.gradients import GradSpec, Wanted, attention_grad_ref
 from hlo_tools.targets import Target
-from pallas_kernels.attention import cudnn_grad
+from pallas_kernels.attention import cudnn_grad, gpu_binding
 
+GRADIENTS = {"cudnn": cudnn_grad.GRAD, "mosaic-gpu": gpu_binding.GRAD}
 RESULTS = Path(__file__).parent / "results" / "attention_grad_gpu.json"
 ATOL = {"bfloat16": 4e-3, "float16": 5e-4}  # of the largest expected value
 
@@ -101,6 +104,8 @@ CHECKS: dict[str, dict[str, Any]] = {
     "bias": biased(1, 4, 1, 256, 256),
     "float32 bias": biased(2, 4, 1, 256, 256, dtype="float32"),
     "float32 bias, grouped": biased(1, 2, 2, 256, 256, dtype="float32", k=2, g=2),
+    "softcap": {"softcap": 1.5, "scale": 1.0, "d": 64},
+    "softcap, causal": {"softcap": 1.5, "scale": 1.0, "causal": True},
     "dbias of heads": biased(1, 4, 1, 256, 256),
     "dbias of batch": biased(2, 1, 1, 256, 256),
     "dbias of both": biased(2, 4, 1, 256, 256),
@@ -109,6 +114,12 @@ CHECKS: dict[str, dict[str, Any]] = {
     "dbias, grouped": biased(2, 2, 2, 256, 256, k=2, g=2),
     "dbias, more keys": biased(1, 4, 1, 128, 384, t=128, s=384),
     "dbias, sizes of no block": biased(1, 4, 1, 74, 106, t=74, s=106),
+    "dbias, odd lengths": biased(1, 4, 1, 201, 333, t=201, s=333),
+    "dbias, float32": biased(1, 4, 1, 256, 256, dtype="float32"),
+    "dbias of keys": biased(2, 1, 1, 1, 256, causal=True),
+    "dbias of queries": biased(1, 4, 1, 256, 1),
+    "dbias, groups share it": biased(1, 2, 1, 256, 256, k=2, g=2),
+    "dbias, softcap": biased(1, 4, 1, 256, 256, softcap=1.5),
     "dbias, empty rows": biased(1, 4, 1, 256, 256, causal=True, offset=-7, **EMPTY),
     "dbias, mask": {
         **biased(1, 4, 1, 256, 256, has_mask=True, mask_fn=last, **EMPTY),
@@ -116,14 +127,36 @@ CHECKS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# (B, H, K, D, S, causal)
+# (B, H, K, D, S, kind)
 TIMES = (
-    (2, 16, 16, 128, 8192, True),
-    (2, 16, 16, 128, 8192, False),
-    (4, 16, 16, 128, 2048, True),
-    (4, 16, 16, 64, 4096, True),
-    (2, 16, 4, 128, 4096, True),
+    (2, 16, 16, 128, 8192, "causal"),
+    (2, 16, 16, 128, 8192, "full"),
+    (4, 16, 16, 128, 2048, "causal"),
+    (4, 16, 16, 64, 4096, "causal"),
+    (4, 16, 16, 64, 4096, "full"),
+    (2, 16, 4, 128, 4096, "causal"),
+    (2, 16, 16, 96, 4096, "causal"),
+    (2, 16, 16, 128, 4096, "window"),
+    (2, 16, 16, 128, 4096, "softcap"),
+    (2, 16, 16, 128, 4096, "mask"),
+    (2, 16, 16, 128, 4096, "mask of keys"),
+    (2, 16, 16, 128, 4096, "bias"),
+    (2, 16, 16, 128, 4096, "dbias"),
 )
+
+
+def kind_of_site(kind: str, b: int, h: int, s: int) -> dict[str, Any]:
+    """Returns keywords of make_spec for a kind in `TIMES`."""
+    if kind.startswith("mask"):
+        return masked(b, 1, 1, s if kind == "mask" else 1, s)
+    if kind.endswith("bias"):
+        return biased(1, h, 1, s, s)
+    return {
+        "full": {},
+        "causal": {"causal": True},
+        "window": {"causal": True, "window": (255, 0)},
+        "softcap": {"softcap": 30.0},
+    }[kind]
 
 
 def make_spec(
@@ -167,7 +200,9 @@ def random_inputs(spec: AttentionSpec) -> list[jax.Array]:
     for operand in spec.sides:
         if operand.dtype == "bool":
             mask = rng.random(operand.shape) < 0.6
-            if operand.shape[3] > 1:
+            if spec.rows_never_empty:
+                mask[..., 0] = True
+            elif operand.shape[3] > 1:
                 mask[..., :3, :] = False  # queries that see nothing
             else:
                 mask[0] = False
@@ -180,12 +215,17 @@ def random_inputs(spec: AttentionSpec) -> list[jax.Array]:
     return [jnp.asarray(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
+class RefusedError(Exception):
+    """An implementation does not take a site; the text says why."""
+
+
 @dataclass(frozen=True)
 class Check:
-    """A row of `CHECKS`, compiled.
+    """A row of `CHECKS` for one implementation, compiled.
 
     Attributes:
-      run: inputs -> results and gradients of cuDNN, of XLA, and of the reference.
+      run: inputs -> results and gradients of the implementation, of XLA, and of the
+        reference.
     """
 
     spec: AttentionSpec
@@ -193,25 +233,45 @@ class Check:
     run: Any
 
 
-def compile_check(name: str, target: Target) -> Check:
-    """Compiles what a check runs, without tuning: its time does not count.
+def grad_of(spec: AttentionSpec, wants_bias: bool) -> GradSpec:
+    """Returns the gradients of q, k, v and maybe of the first side."""
+    wanted: tuple[Wanted, ...] = ("q", "k", "v", *([0] if wants_bias else []))
+    dtypes = [spec.q_dtype] * 3 + [side.dtype for side in spec.sides[: len(wanted) - 3]]
+    return GradSpec(wanted, tuple(dtypes), spec.out_dtype)
+
+
+def both_halves(
+    implementation: str, spec: AttentionSpec, grad: GradSpec, target: Target
+) -> Any:
+    """Returns inputs -> (result, *gradients), as the stage would bind them.
 
     Raises:
-      ValueError: it is refused, with the reason.
+      RefusedError: it does not take the site.
     """
-    spec = make_spec(**CHECKS[name])
-    wanted = ("q", "k", "v", *([0] if name.startswith("dbias") else []))
-    grad = GradSpec(wanted, (spec.q_dtype,) * len(wanted), spec.out_dtype)
-    reason = cudnn_grad.GRAD.supports(spec, grad, target)
+    run = GRADIENTS[implementation]
+    reason = run.supports(spec, grad, target)
     if reason is not None:
-        raise ValueError(f"refused: {reason}")
-    forward, backward = cudnn_grad.GRAD.build(spec, grad, target)
-    count = len(wanted)  # of the leading operands
+        raise RefusedError(reason)
+    forward, backward = run.build(spec, grad, target)
 
-    def ours(*inputs):
+    def both(*inputs):
         *operands, dout = inputs
         out, *residuals = forward(*operands)
         return out, *backward(*operands, out, *residuals, dout)
+
+    return both
+
+
+def compile_check(name: str, implementation: str, target: Target) -> Check:
+    """Compiles what a check runs, without tuning: its time does not count.
+
+    Raises:
+      RefusedError: the implementation does not take the site.
+    """
+    spec = make_spec(**CHECKS[name])
+    grad = grad_of(spec, name.startswith("dbias"))
+    ours = both_halves(implementation, spec, grad, target)
+    count = len(grad.wanted)  # of the leading operands
 
     def written_plainly(*inputs):
         *operands, dout = inputs
@@ -235,10 +295,11 @@ def compile_check(name: str, target: Target) -> Check:
     return Check(spec, grad, lowered.compile(compiler_options=options))
 
 
-def check(name: str, compiled: Check) -> dict[str, Any]:
-    """Compares cuDNN's and the plain gradients with the reference."""
+def check(name: str, implementation: str, target: Target) -> dict[str, Any]:
+    """Compares an implementation's and the plain gradients with the reference."""
+    compiled = compile_check(name, implementation, target)
     results = jax.device_get(compiled.run(*random_inputs(compiled.spec)))
-    row: dict[str, Any] = {"name": name, "ok": True}
+    row: dict[str, Any] = {"name": name, "implementation": implementation, "ok": True}
     names = ["out", *(f"d{x}" for x in compiled.grad.wanted)]
     for label, *values in zip(names, *results, strict=True):
         got, plainly, expected = (np.asarray(x, np.float64) for x in values)
@@ -272,46 +333,47 @@ def milliseconds(function, args) -> float:
     return round(best * 1e3, 4)
 
 
-def time_case(size: tuple, target: Target) -> dict[str, Any]:
-    b, h, k, d, s, causal = size
-    spec = make_spec(b=b, t=s, s=s, k=k, g=h // k, d=d, causal=causal)
-    grad = GradSpec(("q", "k", "v"), ("bfloat16",) * 3, "bfloat16")
-    forward, backward = cudnn_grad.GRAD.build(spec, grad, target)
-
-    def ours(q, k, v, dout):
-        out, *residuals = forward(q, k, v)
-        return out, *backward(q, k, v, out, *residuals, dout)
+def time_case(size: tuple, names: list[str], target: Target) -> dict[str, Any]:
+    """Times both halves of a row of `TIMES`; XLA's own code where no side is read."""
+    b, h, k, d, s, kind = size
+    fields = kind_of_site(kind, b, h, s)
+    spec = make_spec(b=b, t=s, s=s, k=k, g=h // k, d=d, **fields)
+    grad = grad_of(spec, kind == "dbias")
 
     def both_of(function):
-        def both(q, k, v, dout):
-            out, vjp = jax.vjp(function, q, k, v)
+        def both(*inputs):
+            *operands, dout = inputs
+            out, vjp = jax.vjp(function, *operands)
             return out, *vjp(dout)
 
         return both
 
-    library = functools.partial(
-        jax.nn.dot_product_attention,
-        scale=spec.scale,
-        is_causal=causal,
-        implementation="cudnn",
-    )
-    cases = {
-        "cudnn": ours,
-        "jax.nn": both_of(library),
-        "naive": both_of(functools.partial(plain, spec)),
-    }
+    row: dict[str, Any] = {"B,H,K,D,S": list(size[:5]), "kind": kind}
+    cases: dict[str, Any] = {}
+    for name in names:
+        try:
+            cases[name] = both_halves(name, spec, grad, target)
+            predicted = GRADIENTS[name].seconds(spec, grad, target) * 1e3
+            row[f"{name}_predicted_ms"] = round(predicted, 4)
+        except RefusedError as error:
+            row[f"{name}_refused"] = str(error)
+    causal = kind == "causal"
+    if kind in ("full", "causal"):
+        library = functools.partial(
+            jax.nn.dot_product_attention,
+            scale=spec.scale,
+            is_causal=causal,
+            implementation="cudnn",
+        )
+        cases["jax.nn"] = both_of(library)
+        cases["naive"] = both_of(functools.partial(plain, spec))
     inputs = random_inputs(spec)
-    row: dict[str, Any] = {
-        "B,H,K,D,S": list(size[:5]), "causal": causal,
-        "cudnn_predicted_ms": round(
-            cudnn_grad.GRAD.seconds(spec, grad, target) * 1e3, 4
-        ),
-    }  # fmt: skip
     flops = 14 * spec.score_count * d / (2 if causal else 1)
     for name, function in cases.items():
         try:
             row[f"{name}_ms"] = milliseconds(function, inputs)
-            row[f"{name}_tflops"] = round(flops / row[f"{name}_ms"] / 1e9, 1)
+            if kind != "window":
+                row[f"{name}_tflops"] = round(flops / row[f"{name}_ms"] / 1e9, 1)
         except Exception as error:
             row[f"{name}_error"] = f"{type(error).__name__}: {error}"[:500]
     return row
@@ -320,11 +382,14 @@ def time_case(size: tuple, target: Target) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--limit", type=float, default=80.0, help="seconds in all")
+    parser.add_argument("--limit", type=float, default=190.0, help="seconds in all")
+    parser.add_argument("--parts", default="checks,times")
+    parser.add_argument("--implementations", default=",".join(GRADIENTS))
     options = parser.parse_args()
     start = time.perf_counter()
     target = Target.from_devices(jax.devices()[:1])
     rows: list[dict[str, Any]] = []
+    parts, names = options.parts.split(","), options.implementations.split(",")
 
     def attempt(case: Any, function: Any) -> None:
         row: dict[str, Any] = {"case": case, "ok": False}
@@ -333,16 +398,22 @@ def main() -> None:
         else:
             try:
                 rows.append(function())
+            except RefusedError as error:
+                rows.append({"case": case, "refused": str(error)})
             except Exception as error:
                 rows.append({**row, "raised": f"{type(error).__name__}: {error}"[:999]})
         print(json.dumps(rows[-1]), flush=True)
 
     # one at a time: cuDNN builds its graphs in a stream capture, which other threads'
     # work breaks
-    for name in CHECKS:
-        attempt(name, lambda name=name: check(name, compile_check(name, target)))
-    for size in TIMES:
-        attempt(size, lambda size=size: time_case(size, target))
+    for size in TIMES if "times" in parts else ():
+        attempt(size, functools.partial(time_case, size, names, target))
+    for name in CHECKS if "checks" in parts else ():
+        for implementation in names:
+            attempt(
+                f"{name}, {implementation}",
+                functools.partial(check, name, implementation, target),
+            )
     result = {
         "command": " ".join(["python", *sys.argv]),
         "device": target.device_kind,

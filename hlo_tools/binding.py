@@ -32,6 +32,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "hlo_tools.attention": {
         "online": "pallas_kernels.attention.online:IMPLEMENTATION",
         "cudnn": "pallas_kernels.attention.cudnn:IMPLEMENTATION",
+        "mosaic-gpu": "pallas_kernels.attention.gpu_binding:IMPLEMENTATION",
         "tpu-flash": "pallas_kernels.attention.tpu:IMPLEMENTATION",
     }
 }

@@ -96,6 +96,13 @@ def make_grad_site(
 ) -> GradSite:
     """Makes a row of SITES or BIAS_SITES, with random cotangents."""
     spec = make_spec(**{"dtype": dtype, **{**SITES, **BIAS_SITES}[name]})
+    return grad_site_of(name, spec, wanted)
+
+
+def grad_site_of(
+    name: str, spec: AttentionSpec, wanted: tuple[Wanted, ...]
+) -> GradSite:
+    """Makes the site of a spec; its name is the seed of inputs and cotangents."""
     site = site_of(name, spec)
     rng = np.random.default_rng(zlib.crc32(name.encode()) + 1)
     shape = (spec.batch, spec.q_len, spec.heads, spec.value_dim)

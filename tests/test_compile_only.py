@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import hlo_tools
 from hlo_tools.gradients import GradSpec
 from hlo_tools.targets import Target
-from pallas_kernels.attention import cudnn_grad
+from pallas_kernels.attention import cudnn_grad, gpu_binding
 
 B, T, H, D = 4, 1024, 8, 128
 
@@ -79,17 +79,34 @@ CUDNN_GRAD_CALLS: dict[str, tuple[dict, bool]] = {
 }
 
 
-def compile_cudnn_gradients(device) -> None:
-    """Compiles all of `CUDNN_GRAD_CALLS`, both halves in one program."""
+# The same for our own kernels; ptxas sees them here.
+KERNEL_GRAD_CALLS: dict[str, tuple[dict, bool]] = {
+    "causal": ({"d": 128, "causal": True}, False),
+    "grouped": ({"causal": True, "k": 2, "g": 4}, False),
+    "softcap, odd lengths": ({"softcap": 30.0, "t": 201, "s": 333, "d": 72}, False),
+    "mask": (masked(2, 1, 1, 256, 256, rows_never_empty=False), False),
+    "dbias of heads": (half_bias(1, 4, 1, 256, 256, causal=True), True),
+    "dbias of keys": (half_bias(2, 1, 1, 1, 256), True),
+}
+# implementation -> (gradients, calls, their mark in the compiled text)
+GRADIENTS = {
+    "cudnn": (cudnn_grad.GRAD, CUDNN_GRAD_CALLS, "__cudnn$fmha"),
+    "mosaic-gpu": (gpu_binding.GRAD, KERNEL_GRAD_CALLS, "mosaic_gpu"),
+}
+
+
+def compile_gradients(device, implementation: str) -> None:
+    """Compiles all calls of a row of `GRADIENTS`, both halves in one program."""
+    run, calls, mark = GRADIENTS[implementation]
     target = Target.from_devices([device])
     on_device = SingleDeviceSharding(device)
-    for name, (keywords, wants_dbias) in CUDNN_GRAD_CALLS.items():
+    for name, (keywords, wants_dbias) in calls.items():
         sizes = {"t": 256, "s": 256, "k": 4, "g": 1, "d": 64, "dtype": "bfloat16"}
         spec = make_spec(**{**sizes, **keywords})
         wanted = (0, *QKV) if wants_dbias else QKV
         grad = GradSpec(wanted, ("bfloat16",) * len(wanted), "bfloat16")
-        assert cudnn_grad.GRAD.supports(spec, grad, target) is None, name
-        forward, backward = cudnn_grad.GRAD.build(spec, grad, target)
+        assert run.supports(spec, grad, target) is None, name
+        forward, backward = run.build(spec, grad, target)
 
         def both(dout, *inputs, forward=forward, backward=backward):
             out, *residuals = forward(*inputs)
@@ -105,7 +122,8 @@ def compile_cudnn_gradients(device) -> None:
         ]
         traced = jax.jit(both).trace(*shapes)
         text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
-        print(name.replace(" ", "-"), text.count('custom_call_target="__cudnn$fmha'))
+        count = text.count(f'custom_call_target="{mark}')
+        print(name.replace(" ", "-"), count)
 
 
 def run_on_h200_topology(shared_dir, statements: str) -> str:
@@ -137,14 +155,16 @@ def test_h200(shared_dir):
         shared_dir,
         "report, text = t.compile_for(target.devices[:1]); site, = report.sites;"
         "print(report.target, site.status, site.implementation);"
-        "print('__cudnn$fmha' in text)",
+        "print(text.count('custom_call_target=\"mosaic_gpu'))",
     )
-    assert output.split() == ["h200", "bound", "cudnn", "True"]
+    assert output.split() == ["h200", "bound", "mosaic-gpu", "1"]
 
 
-def test_h200_gradients(shared_dir):
+@pytest.mark.parametrize("implementation", GRADIENTS)
+def test_h200_gradients(shared_dir, implementation):
     output = run_on_h200_topology(
-        shared_dir, "t.compile_cudnn_gradients(target.devices[0])"
+        shared_dir, f"t.compile_gradients(target.devices[0], {implementation!r})"
     )
     rows = dict(line.split() for line in output.splitlines())
-    assert rows == {name.replace(" ", "-"): "2" for name in CUDNN_GRAD_CALLS}
+    calls = GRADIENTS[implementation][1]
+    assert rows == {name.replace(" ", "-"): "2" for name in calls}

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_attention_implementations import emulated_custom_call
 from test_cudnn_grad import emulated_backward_call, emulated_training_call
+from test_gpu_binding import emulate
 
 import hlo_tools
 from hlo_tools import StableHloModule, binding
@@ -18,7 +19,15 @@ from hlo_tools.composites import AttentionSpec, SideSpec
 from hlo_tools.driver import run_passes
 from hlo_tools.targets import Target
 from hlo_tools.verify import run_text
-from pallas_kernels.attention import cudnn, cudnn_grad, guard, online, online_tiling
+from pallas_kernels.attention import (
+    cudnn,
+    cudnn_grad,
+    gpu_binding,
+    guard,
+    online,
+    online_tiling,
+    reference,
+)
 
 B, T, H, D = 2, 32, 2, 8
 ATOL = {"float32": 2e-6, "bfloat16": 1.6e-2}
@@ -29,15 +38,25 @@ def bind_everything(monkeypatch):
     monkeypatch.setattr(binding, "FASTER", float("inf"))
 
 
-@pytest.fixture
-def emulated(monkeypatch):
-    """cuDNN's calls in plain JAX, which run anywhere; lowered anew for each test."""
+KERNELS = {"cudnn": cudnn.IMPLEMENTATION, "mosaic-gpu": gpu_binding.IMPLEMENTATION}
+
+
+@pytest.fixture(params=KERNELS)
+def emulated(request, monkeypatch):
+    """A kernel in plain JAX, which runs anywhere; lowered anew for each test.
+
+    It is the only implementation, and its name the value.
+    """
+    rows = {request.param: KERNELS[request.param]}
+    monkeypatch.setattr(binding, "load_implementations", lambda _: rows)
+    emulate(monkeypatch)
     monkeypatch.setattr(cudnn, "custom_call", emulated_custom_call)
     monkeypatch.setattr(cudnn_grad, "training_call", emulated_training_call)
     monkeypatch.setattr(cudnn_grad, "backward_call", emulated_backward_call)
     monkeypatch.setattr(binding, "_lowered", {})
     # XLA's CPU compiler has no products of bfloat16 that are float32
     monkeypatch.setattr(online_tiling, "product_dtypes", wide_products)
+    return request.param
 
 
 def wide_products(spec, widen):
@@ -189,27 +208,26 @@ def test_on_cpu(name, case, gradients):
     check(jax.tree.leaves(got), jax.tree.leaves(plain), exact, "float32")
 
 
-def on_h200(fn, inputs):
+def on_h200(fn, inputs, kernel):
     """Returns the site's report, and what the emulated program computes."""
     text = jax.jit(fn).lower(*inputs).as_text()
     module, report = run_passes(
         StableHloModule.parse(text), "default", Target.parse("h200")
     )
     (site,) = report.sites
-    assert (site.status, site.implementation) == ("bound", "cudnn"), site.reason
+    assert (site.status, site.implementation) == ("bound", kernel), site.reason
     text = module.as_text()
     guards = "stablehlo.case" in text or "stablehlo.if" in text
     assert guards == ("guarded" in site.attributes)
     return site, run_text(text, inputs, "cpu")
 
 
-@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("case", ["seen", "empty"])
 @pytest.mark.parametrize("name", SOME_SLOW)
-def test_emulated_cudnn(name, case, gradients):
+def test_emulated_kernel(name, case, gradients, emulated):
     fn, inputs = program(name, "bfloat16", case, gradients)
-    site, got = on_h200(fn, inputs)
+    site, got = on_h200(fn, inputs, emulated)
     assert site.attributes.get("guarded", False) == is_guarded(name, gradients)
     exact = expected(name, case, gradients)
     check(got, jax.tree.leaves(jax.jit(fn)(*inputs)), exact, "bfloat16")
@@ -223,15 +241,15 @@ def test_branches(name, monkeypatch, emulated):
         return lambda *a: jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), half(*a))
 
     monkeypatch.setattr(cudnn_grad, "training_call", broken(emulated_training_call))
+    emulate(monkeypatch, forward=broken(reference.BACKEND.forward))
     for case in ("seen", "empty"):
         fn, inputs = program(name, "bfloat16", case, gradients=True)
-        _, got = on_h200(fn, inputs)
+        _, got = on_h200(fn, inputs, emulated)
         for array in got[:3]:  # out, dq, dk
             assert np.isnan(array.astype("float32")).all() == (case == "seen")
 
 
-@pytest.mark.usefixtures("emulated")
-def test_lowest_numbers_as_a_bias():
+def test_lowest_numbers_as_a_bias(emulated):
     """-inf, and the lowest bfloat16, which times log2(e) is -inf: both as if masked."""
 
     def with_low_numbers(dtype):
@@ -243,7 +261,7 @@ def test_lowest_numbers_as_a_bias():
         return fn, [*inputs[:-1], jnp.asarray(bias, dtype)]
 
     fn, inputs = with_low_numbers("bfloat16")
-    _, got = on_h200(fn, inputs)
+    _, got = on_h200(fn, inputs, emulated)
     plain = jax.jit(fn)(*inputs)
     with jax.enable_x64(True):
         fn, inputs = with_low_numbers("float64")
@@ -364,17 +382,17 @@ def bert_step(q, k, v, keys, weight):
     return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 
 
-def test_bert_step_gets_cudnn(monkeypatch):
-    """By the cost model alone."""
+def test_bert_step_gets_a_kernel(monkeypatch):
+    """By the cost model alone: cuDNN reads a mask of keys as one of [T,S]."""
     monkeypatch.undo()
     x = jax.ShapeDtypeStruct((16, 512, 12, 64), jnp.bfloat16)
     keys = jax.ShapeDtypeStruct((16, 512), bool)
     text = jax.jit(bert_step).lower(x, x, x, keys, x).as_text()
     _, report = run_passes(StableHloModule.parse(text), "default", Target.parse("h200"))
     (site,) = report.sites
-    assert (site.status, site.implementation) == ("bound", "cudnn"), site.reason
+    assert (site.status, site.implementation) == ("bound", "mosaic-gpu"), site.reason
     assert site.attributes["guarded"]
-    assert [c.supported for c in site.candidates if c.name == "cudnn"] == [True]
+    assert {c.name for c in site.candidates if c.supported} > KERNELS.keys()
 
 
 @pytest.mark.skipif(

@@ -11,7 +11,7 @@ from collectives import Collective, collectives
 from sharded_steps import LanguageModel, make_mesh, sharded_step
 
 import hlo_tools
-from hlo_tools import StableHloModule
+from hlo_tools import StableHloModule, binding
 from hlo_tools.driver import run_passes
 from hlo_tools.targets import Target
 
@@ -192,9 +192,16 @@ def test_passes_run_under_a_mesh_of_the_caller():
     assert [site.status for site in report.sites] == ["bound", "bound"]
 
 
+# implementation -> what its calls are in a module
+KERNELS = {"cudnn": "__cudnn$fmha", "mosaic-gpu": "@mosaic_gpu"}
+
+
 @pytest.mark.parametrize("mesh", ["data", "data, fsdp, tensor"])
-@pytest.mark.parametrize("variant", ["plain", "scan", "grouped"])
-def test_lowers_for_h200(variant, mesh):
+@pytest.mark.parametrize("variant", ["plain", "scan", "grouped", "padding"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_lowers_for_h200(kernel, variant, mesh, monkeypatch):
+    row = binding.load_implementations("hlo_tools.attention")[kernel]
+    monkeypatch.setattr(binding, "load_implementations", lambda _: {kernel: row})
     keywords = {**VARIANTS[variant], "length": 128, "head_dim": 64}
     model = LanguageModel(**keywords, dtype="bfloat16")
     text = lowered_text(model, MESHES[mesh])
@@ -205,9 +212,21 @@ def test_lowers_for_h200(variant, mesh):
     assert len(report.sites) == (1 if variant == "scan" else 2)
     for site in report.sites:
         assert site.status == "bound", site.reason
-        assert site.implementation == "cudnn"
+        assert site.implementation == kernel
         assert site.config["shard_map"]
-    assert "__cudnn$fmha" in module.as_text()
+    functions = {n: str(f.operation.get_asm()) for n, f in module.functions().items()}
+    with_kernel = [n for n, asm in functions.items() if KERNELS[kernel] in asm]
+    assert len(with_kernel) == 2  # both halves
+    for name in with_kernel:  # each device calls it on its own part
+        assert functions[name].count("sdy.manual_computation") == 1
+        before, _, inside = functions[name].partition("sdy.manual_computation")
+        assert KERNELS[kernel] in inside
+        assert KERNELS[kernel] not in before
+    after = module.as_text()
+    for collective in ("all_reduce", "all_gather", "all_to_all", "collective_permute"):
+        assert after.count(f"stablehlo.{collective}") == text.count(
+            f"stablehlo.{collective}"
+        )
 
 
 EXAMPLE = """\

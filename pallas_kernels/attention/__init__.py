@@ -6,6 +6,7 @@ and a backend of the table in backends.py computes:
 
 | file | backend | runs on |
 |---|---|---|
+| gpu.py | "mosaic-gpu", Pallas kernels | Hopper GPUs |
 | tpu_backend.py | "tpu", Pallas kernels | TPUs |
 | cudnn_backend.py | "cudnn", cuDNN's fused attention | NVIDIA GPUs |
 | reference.py | "reference", all scores in memory | anything |
@@ -23,6 +24,7 @@ The compiler stage binds sites of the composite `hlo_tools.attention` to:
 | online_grad.py | | both halves, as `Implementation.grad` |
 | rows.py | CPUs | the form of "online" for named scores, which XLA fuses whole |
 | cudnn.py, cudnn_grad.py | NVIDIA GPUs | cuDNN's fused attention |
+| gpu_binding.py, gpu_plan.py | Hopper GPUs | our Pallas kernels, both halves |
 | tpu.py | TPUs | the flash and splash attention that ship inside JAX |
 | tpu_grad.py | TPUs | Pallas kernels for attention with its backward pass |
 | gpu_family.py | Hopper GPUs | configurations of our kernels, their limits and times: |
@@ -31,10 +33,12 @@ The compiler stage binds sites of the composite `hlo_tools.attention` to:
 | gpu_presets.py | | problems to measure |
 | cost.py | - | predicted times, of these and of XLA's own code |
 | cost_accelerators_grad.py | - | of cuDNN and the TPU kernels with a backward pass |
+| cost_gpu.py | - | of our kernels for Hopper GPUs, against cuDNN |
 | cost_grad.py | - | the same with the backward pass |
 
-online, cudnn and tpu have an `IMPLEMENTATION` each, see `hlo_tools.composites`; its
-`grad` runs a site together with its backward pass, see `hlo_tools.gradients`.
+online, cudnn, gpu_binding and tpu have an `IMPLEMENTATION` each, see
+`hlo_tools.composites`; its `grad` runs a site together with its backward pass, see
+`hlo_tools.gradients`.
 """
 
 from pallas_kernels.attention.api import attention

@@ -8,10 +8,6 @@ Its gradient of the bias has that dtype too, whatever the bias has. So a side's
 gradient is taken from it only if the bias is in bfloat16 and has the side's own
 shape: then the sums over batch and heads are cuDNN's own, and nothing that was
 rounded is summed.
-
-A logsumexp of large magnitude says nothing about the sum: -1e9 + log(40) is -1e9 in
-float32. A bias can make such rows, where an additive mask hides all keys. Their
-gradients are NaN here, not wrong numbers, unless their cotangent is zero.
 """
 
 from __future__ import annotations
@@ -37,10 +33,11 @@ from pallas_kernels.attention.cudnn_plan import (
     scores_bias,
     unsupported,
 )
-from pallas_kernels.attention.empty_rows import add_empty_rows, without_empty_rows
-
-# Where float32 knows the logsumexp to less than half a unit of bfloat16.
-LARGEST_STATISTIC = 2.0**15
+from pallas_kernels.attention.empty_rows import (
+    add_empty_rows,
+    without_empty_rows,
+    without_lost_rows,
+)
 
 
 def cudnn_forward(
@@ -102,7 +99,7 @@ def cudnn_backward(
         # NaN where `fix_empty_rows` put it would spread
         without_empty_rows(spec, out, *sides),
         statistics,
-        _without_lost_rows(spec, without_empty_rows(spec, dout, *sides), statistics),
+        without_lost_rows(spec, without_empty_rows(spec, dout, *sides), statistics),
         spec.scale,
         plan.causal,
         plan.window,
@@ -115,23 +112,6 @@ def cudnn_backward(
     if grads.dbias is not None:
         results |= _side_gradients(spec, grad, plan, sides, grads.dbias)
     return tuple(results[name] for name in grad.wanted)
-
-
-def _without_lost_rows(
-    spec: AttentionSpec, dout: jax.Array, statistics: jax.Array
-) -> jax.Array:
-    """Returns `dout` with NaN in rows whose probabilities are lost, see above.
-
-    Args:
-      spec: the site.
-      dout: [B,T,H,Dv].
-      statistics: [B,H,T].
-    """
-    if not spec.has_bias:
-        return dout
-    lost = jnp.transpose(jnp.abs(statistics) > LARGEST_STATISTIC, (0, 2, 1))[..., None]
-    counts = (dout != 0).any(-1, keepdims=True)
-    return jnp.where(lost & counts, jnp.asarray(jnp.nan, dout.dtype), dout)
 
 
 def _side_gradients(

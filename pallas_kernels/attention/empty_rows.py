@@ -5,6 +5,10 @@ value gets 1 / S of its cotangent, and no score a gradient. With a fill of -inf 
 probabilities are NaN, and so is the gradient of every value that it multiplies.
 Kernels do something else there. So they are given zeros for these rows, and what
 the rows add is computed here. `fix_empty_rows` is the same for the forward pass.
+
+A bias can make rows that are lost, where it hides all keys: a logsumexp of large
+magnitude says nothing about the sum, as -1e9 + log(40) is -1e9 in float32. Their
+gradients are made NaN, not wrong numbers, unless their cotangent is zero.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from hlo_tools.composites import AttentionSpec, rows_with_keys
+
+# Where float32 knows the logsumexp to less than half a unit of bfloat16.
+LARGEST_STATISTIC = 2.0**15
 
 
 def may_be_empty(spec: AttentionSpec) -> bool:
@@ -66,6 +73,23 @@ def add_empty_rows(
         rows = jnp.where(seen, 0, _grouped(spec, dout).astype(dtype))
         share = rows.sum((1, 3)) * each  # [B,K,Dv]
     return (dv.astype(dtype) + share[:, None]).astype(dv.dtype)
+
+
+def without_lost_rows(
+    spec: AttentionSpec, dout: jax.Array, logsumexp: jax.Array
+) -> jax.Array:
+    """Returns `dout` with NaN in rows whose probabilities are lost, see above.
+
+    Args:
+      spec: the site.
+      dout: [B,T,H,Dv].
+      logsumexp: float32 [B,H,T], of each row.
+    """
+    if not spec.has_bias:
+        return dout
+    lost = jnp.transpose(jnp.abs(logsumexp) > LARGEST_STATISTIC, (0, 2, 1))[..., None]
+    counts = (dout != 0).any(-1, keepdims=True)
+    return jnp.where(lost & counts, jnp.asarray(jnp.nan, dout.dtype), dout)
 
 
 def _grouped(spec: AttentionSpec, array: jax.Array) -> jax.Array:

@@ -6,7 +6,8 @@
 | gpu_backward.py, gpu_backward_compute.py, gpu_backward_plan.py | the backward kernel |
 | gpu_scores.py | masks, bias and softcap of a tile of scores |
 | gpu_family.py | their configurations |
-| gpu_binding.py | the sites that `hlo_tools.jit` binds to them |
+| gpu_binding.py, gpu_plan.py | the sites that `hlo_tools.jit` binds to them |
+| cost_gpu.py | predicted times of these sites |
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def unsupported_backward(
     return _refusal(lambda: gpu_family.choose_backward(_whole(problem)))
 
 
+def forward_config(problem: AttentionProblem) -> ForwardConfig:
+    """Returns how the forward kernel is cut for a problem that it can compute."""
+    return gpu_family.choose_forward(_whole(problem))
+
+
 def _refusal(choose: Callable[[], Any]) -> str | None:
     try:
         choose()
@@ -97,7 +103,7 @@ def _forward(
     problem: AttentionProblem, config: Any, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
     if config is None:
-        config = gpu_family.choose_forward(_whole(problem))
+        config = forward_config(problem)
     elif not isinstance(config, ForwardConfig):
         raise UnsupportedError(f"config: got {config!r}, expected a ForwardConfig")
     out, lse = flash_forward(
