@@ -1,13 +1,8 @@
-"""Every attention with its backward pass against the reference, over the same sites.
-
-The rule is that of attention_sites.py, for the result and for each gradient; the
-absolute term counts in units of the largest gradient, if that is above 1.
-"""
+"""Every attention with its backward pass against the reference, over the same sites."""
 
 import dataclasses
 import functools
 import itertools
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -15,15 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_grad_sites import (
+    grad_site_of,
+    make_grad_site,
+    online_as_bound,
+    online_in_tiles,
+)
 from attention_sites import (
-    ATOL,
-    CPU,
     SITES,
-    Site,
     error_of,
     make_site,
     make_spec,
-    plain_attention,
     site_of,
     site_with,
 )
@@ -31,133 +28,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from hlo_tools.composites import AttentionSpec, SideSpec, modified_scores
-from hlo_tools.gradients import GradSpec, Wanted, attention_grad_ref
-from hlo_tools.targets import Target
-from pallas_kernels.attention import cost_grad, online, online_backward, online_tiling
-from pallas_kernels.attention.online_forward import online_attention_stats
-
-GRAD = online.IMPLEMENTATION.grad
-assert GRAD is not None
-
-
-@dataclass(frozen=True, eq=False)
-class GradSite:
-    """A site, what is wanted of it, and what is expected.
-
-    Attributes:
-      dout: the cotangent.
-      expected: of each gradient, in float64.
-      limits: the largest error allowed of each.
-    """
-
-    site: Site
-    grad: GradSpec
-    dout: np.ndarray
-    expected: list[np.ndarray]
-    limits: list[float]
-
-    def check(self, halves: tuple[Callable, Callable]) -> list[np.ndarray]:
-        """Runs both halves as a program does, and checks all results."""
-        spec, inputs = self.site.spec, self.site.inputs
-        rows = (spec.batch, spec.heads, spec.q_len)
-        forward, backward = halves
-
-        def program(dout, *inputs):
-            out, *residuals = forward(*inputs)
-            assert all(x.shape == rows for x in residuals)
-            return out, *backward(*inputs, out, *residuals, dout)
-
-        with jax.enable_x64(spec.compute_dtype == jnp.float64):
-            out, *grads = jax.jit(program)(self.dout, *inputs)
-        assert out.dtype == spec.out_dtype
-        assert error_of(out, self.site.expected) <= self.site.limit
-        assert tuple(str(x.dtype) for x in grads) == self.grad.dtypes
-        for name, got, expected, limit in zip(
-            self.grad.wanted, grads, self.expected, self.limits, strict=True
-        ):
-            assert got.shape == expected.shape
-            error = error_of(got, expected)
-            assert error <= limit, f"the gradient of {name}: {error} > {limit}"
-        return grads
-
-
-def all_wanted(spec: AttentionSpec) -> tuple[Wanted, ...]:
-    """q, k, v and every side that has a gradient."""
-    floats = [
-        number
-        for number, side in enumerate(spec.sides)
-        if jnp.issubdtype(side.dtype, jnp.floating)
-    ]
-    return ("q", "k", "v", *floats)
-
-
-@functools.cache
-def make_grad_site(
-    name: str, dtype: str = "float32", wanted: tuple[Wanted, ...] | None = None
-) -> GradSite:
-    """Makes the site of a row of SITES, with the gradients of all that has one."""
-    return grad_site_of(make_site(name, dtype), name, wanted)
-
-
-def grad_site_of(
-    site: Site, seed: str, wanted: tuple[Wanted, ...] | None = None
-) -> GradSite:
-    """Makes a site with its gradients; the seed is that of the cotangent."""
-    spec = site.spec
-    wanted = wanted or all_wanted(spec)
-    names: list[Wanted] = ["q", "k", "v", *range(len(spec.sides))]
-    places = [names.index(name) for name in wanted]
-    dtypes = tuple(str(site.inputs[place].dtype) for place in places)
-    grad = GradSpec(wanted, dtypes, spec.out_dtype)
-    rng = np.random.default_rng(zlib.crc32(seed.encode()) + 1)
-    shape = (spec.batch, spec.q_len, spec.heads, spec.value_dim)
-    dout = rng.standard_normal(shape).astype(jnp.dtype(spec.out_dtype))
-    arrays = [*site.inputs, dout]
-    with jax.enable_x64(True):
-        wide = [
-            x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            for x in arrays
-        ]
-        wide_spec = dataclasses.replace(spec, q_dtype="float64")
-        reference = functools.partial(attention_grad_ref, wide_spec, grad)
-        expected = [np.asarray(x) for x in jax.jit(reference)(*wide)]
-
-    def plain(*arrays):
-        *inputs, dout = arrays
-
-        def run(*chosen):
-            mixed = list(inputs)
-            for place, array in zip(places, chosen, strict=True):
-                mixed[place] = array
-            return plain_attention(spec, *mixed)
-
-        return jax.vjp(run, *(inputs[place] for place in places))[1](dout)
-
-    with jax.enable_x64(spec.compute_dtype == jnp.float64):
-        plain_grads = jax.jit(plain)(*arrays)
-    limits = [
-        2 * error_of(got, want)
-        + ATOL[spec.out_dtype] * max(1.0, float(np.nanmax(np.abs(want), initial=0.0)))
-        for got, want in zip(plain_grads, expected, strict=True)
-    ]
-    return GradSite(site, grad, dout, expected, limits)
-
-
-def online_as_bound(spec: AttentionSpec, grad: GradSpec):
-    return GRAD.build(spec, grad, CPU)
-
-
-def online_in_tiles(
-    spec: AttentionSpec, grad: GradSpec, widen: bool = True, sweep: bool = True
-) -> tuple[Callable, Callable]:
-    """Several blocks along every dimension, the last ones partial."""
-    queries, keys = min(16, spec.q_len), min(16, spec.k_len)
-    blocks = online_tiling.Blocks(1, 1, queries, keys)
-    backward = online_backward.online_attention_grads
-    return (
-        functools.partial(online_attention_stats, spec, blocks, widen),
-        functools.partial(backward, spec, grad, blocks, widen, sweep),
-    )
+from hlo_tools.gradients import Wanted
 
 
 @dataclass(frozen=True)
@@ -389,79 +260,3 @@ def test_saturated_softmax(name: str) -> None:
     assert limits[1] < 1e-4 * dk
     site = dataclasses.replace(site, expected=expected, limits=limits)
     site.check(online_as_bound(spec, site.grad))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_no_scores_in_memory(causal: bool) -> None:
-    """In XLA's own accounting, of both halves."""
-    size = {"b": 1, "t": 2048, "s": 2048, "k": 8, "g": 1, "d": 64}
-    spec = make_spec(causal=causal, **size)
-    grad = GradSpec(("q", "k", "v"), ("float32",) * 3, "float32")
-    array = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.float32)
-    row = jax.ShapeDtypeStruct((1, 8, 2048), jnp.float32)
-    forward, backward = online_as_bound(spec, grad)
-    arguments = (array,) * 3, (*(array,) * 4, row, row, array)
-    scores = 4 * spec.score_count
-    for half, shapes in zip((forward, backward), arguments, strict=True):
-        compiled = jax.jit(half).lower(*shapes).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
-    assert GRAD.temp_bytes(spec, grad, CPU) < scores / 4
-    assert cost_grad.naive_grad_temp_bytes(spec, grad, CPU) >= scores
-
-
-def test_trace_is_small() -> None:
-    spec = make_spec(t=4096, s=4096, causal=True)
-    grad = GradSpec(("q", "k", "v"), ("float32",) * 3, "float32")
-    q, k = (jax.ShapeDtypeStruct((2, 4096, h, 16), jnp.float32) for h in (4, 2))
-    row = jax.ShapeDtypeStruct((2, 4, 4096), jnp.float32)
-    for target in ("cpu", "h200"):
-        _, backward = GRAD.build(spec, grad, Target.parse(target))
-        text = jax.jit(backward).lower(q, k, k, q, row, row, q).as_text()
-        assert text.count(" = stablehlo.") < 600
-
-
-# XLA's own code on one H200, bfloat16 with a float32 softmax under a mask:
-# (B, S, H, D, causal) -> milliseconds of forward and backward
-MEASURED = {
-    (2, 8192, 16, 128, False): 14.61,
-    (2, 8192, 16, 128, True): 22.50,
-    (4, 4096, 16, 64, False): 7.34,
-    (4, 4096, 16, 64, True): 11.19,
-    (4, 2048, 16, 128, False): 2.16,
-    (4, 2048, 16, 128, True): 2.89,
-}
-
-
-@pytest.mark.parametrize("size", MEASURED)
-def test_cost_of_plain_code(size: tuple) -> None:
-    b, s, h, d, causal = size
-    spec = make_spec(
-        b=b, t=s, s=s, k=h, g=1, d=d, dtype="bfloat16", causal=causal,
-        softmax_dtype="float32",
-    )  # fmt: skip
-    grad = GradSpec(("q", "k", "v"), ("bfloat16",) * 3, "bfloat16")
-    seconds = cost_grad.naive_grad_seconds(spec, grad, Target.parse("h200"))
-    assert 0.8 < seconds * 1e3 / MEASURED[size] < 1.25
-
-
-# (target, sizes) -> whether "online" has to be predicted faster
-CROSSOVERS = {
-    "cpu, long": ("cpu", {"t": 1024, "s": 1024, "k": 8, "g": 1}, True),
-    "cpu, causal": ("cpu", {"t": 512, "s": 512, "k": 8, "causal": True}, True),
-    "cpu, short": ("cpu", {"t": 128, "s": 128, "k": 12, "g": 1}, False),
-    "cpu, tiny": ("cpu", {"t": 32, "s": 32, "b": 8, "k": 4, "g": 1}, False),
-    "h200": ("h200", {"t": 2048, "s": 2048}, False),
-}
-
-
-@pytest.mark.parametrize("name", CROSSOVERS)
-def test_cost_crossovers(name: str) -> None:
-    kind, sizes, faster = CROSSOVERS[name]
-    target = Target.parse(kind)
-    dtype = "float32" if kind == "cpu" else "bfloat16"
-    spec = make_spec(**{"d": 64, "dtype": dtype, **sizes})
-    grad = GradSpec(("q", "k", "v"), (dtype,) * 3, dtype)
-    assert GRAD.supports(spec, grad, target) is None
-    seconds = GRAD.seconds(spec, grad, target)
-    naive = cost_grad.naive_grad_seconds(spec, grad, target)
-    assert (seconds < 0.95 * naive) == faster

@@ -136,7 +136,8 @@ def test_backward_configurations(config: BackwardConfig) -> None:
         ({}, "v5e", "for Hopper GPUs"),
         ({"dtype": "float32"}, "h200", "operands are float32"),
         ({"head_dim": 320}, "h200", "head_dim 320 is above 256"),
-        ({"k_len": 0}, "h200", "nothing to compute"),
+        ({"k_len": 0}, "h200", "an operand is empty"),
+        ({"head_dim": 0}, "h200", "an operand is empty"),
         ({"bias": (1, 1, 200, 136), "bias_dtype": "float64"}, "h200", "bias is"),
     ],
 )

@@ -16,7 +16,12 @@ import jax
 
 from hlo_tools.errors import UnknownNameError, UnsupportedError
 from hlo_tools.targets import Target
-from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operands
+from pallas_kernels.attention.problem import (
+    AttentionProblem,
+    Gradients,
+    Operands,
+    operand_shapes,
+)
 
 # name -> "module:attribute", in the order in which they are tried
 BACKENDS: dict[str, str] = {
@@ -65,6 +70,14 @@ class Backend:
     backward: Callable[..., Gradients]
     deterministic: bool = True
     takes_out: bool = False
+
+
+def empty_operand(problem: AttentionProblem) -> str | None:
+    """Returns that an operand is empty, for `Backend.supports`, or None."""
+    shapes = operand_shapes(problem)
+    if any(0 in x.shape for x in (shapes.q, shapes.k, shapes.v)):
+        return "an operand is empty"
+    return None
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from hlo_tools.errors import UnsupportedError
 from hlo_tools.targets import Target
 from pallas_kernels import hopper
 from pallas_kernels.attention import gpu_family
-from pallas_kernels.attention.backends import Backend
+from pallas_kernels.attention.backends import Backend, empty_operand
 from pallas_kernels.attention.gpu_backward import flash_backward
 from pallas_kernels.attention.gpu_backward_plan import BackwardConfig
 from pallas_kernels.attention.gpu_forward import flash_forward
@@ -51,8 +51,9 @@ def unsupported(problem: AttentionProblem, target: Target) -> str | None:
     for name in ("head_dim", "value_dim"):
         if getattr(problem, name) > MAX_DEPTH:
             return f"{name} {getattr(problem, name)} is above {MAX_DEPTH}"
-    if 0 in (problem.batch, problem.heads, problem.q_len, problem.k_len):
-        return "there is nothing to compute"
+    reason = empty_operand(problem)
+    if reason is not None:
+        return reason
     return _refusal(lambda: gpu_family.choose_forward(_whole(problem)))
 
 

@@ -45,4 +45,3 @@ def place(number: Any, tiles: int, heads: int, together: int) -> tuple[Any, Any]
     if heads % together:
         count = jnp.minimum(together, heads - first)
     return first + lax.rem(inside, count), lax.div(inside, count)
-

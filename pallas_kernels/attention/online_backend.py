@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from hlo_tools.composites import AttentionSpec, SideSpec
 from hlo_tools.gradients import GradSpec
 from hlo_tools.targets import Target
-from pallas_kernels.attention.backends import Backend, default_target
+from pallas_kernels.attention.backends import Backend, default_target, empty_operand
 from pallas_kernels.attention.online_backward import online_attention_given
 from pallas_kernels.attention.online_forward import online_attention_stats
 from pallas_kernels.attention.online_tiling import Blocks, choose_grad_blocks
@@ -179,10 +179,7 @@ def _backward(
 
 
 def _supports(problem: AttentionProblem, target: Target) -> str | None:
-    sizes = (problem.batch, problem.q_len, problem.k_len, problem.heads)
-    if 0 in (*sizes, problem.head_dim, problem.value_dim):
-        return "an operand is empty"
-    return None
+    return empty_operand(problem)
 
 
 def _supports_backward(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from hlo_tools.targets import Target
 from pallas_kernels.attention import tpu_grad_kernels as kernels
-from pallas_kernels.attention.backends import Backend
+from pallas_kernels.attention.backends import Backend, empty_operand
 from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operands
 from pallas_kernels.attention.tpu_blocks import LANES, pad, padded_length
 from pallas_kernels.attention.tpu_tiles import Form, Sides
@@ -155,10 +155,7 @@ def _supports(problem: AttentionProblem, target: Target) -> str | None:
     depth = max(problem.head_dim, problem.value_dim)
     if depth > MAX_HEAD_DIM:
         return f"head dim {depth}: at most {MAX_HEAD_DIM}"
-    sizes = (problem.batch, problem.q_len, problem.k_len, problem.heads)
-    if 0 in (*sizes, problem.head_dim, problem.value_dim):
-        return "an operand is empty"
-    return None
+    return empty_operand(problem)
 
 
 def _supports_backward(
