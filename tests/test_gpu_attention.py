@@ -1,5 +1,6 @@
 """The kernels for Hopper GPUs: interpreted with race detection, and on a GPU."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -98,6 +99,36 @@ def test_schedules(config: ForwardConfig, band: dict) -> None:
     assert no_races()
 
 
+DEEP: dict[str, dict[str, Any]] = {
+    "several tiles": {"causal": True},
+    "grouped": {"heads": 2, "window": (70, 50), "segments": True},
+    "softcap, mask": {"softcap": 2.0, "mask": (1, 1, 200, 136)},
+    "few columns of q": {"head_dim": 64, "value_dim": 256},
+    "few columns of v": {"head_dim": 192, "value_dim": 128, "causal": True},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=SLOW if i else ()) for i, n in enumerate(DEEP)]
+)
+def test_deep_gradients(name: str) -> None:
+    """Head dims above 128; interpreted, or on a GPU."""
+    problem = problem_of(**{"head_dim": 256, "value_dim": 256, **DEEP[name]})
+    operands, _, _, dout = backward_inputs(problem, 0)
+    out, lse = attention_ref(problem, operands)
+    delta = (out * dout).sum(-1).swapaxes(1, 2).astype("float32")
+    with contextlib.nullcontext() if has_gpu() else hopper.interpret_mode():
+        found = BACKEND.backward(
+            problem, None, operands, lse, delta, dout, False, False
+        )
+    expected = attention_grads_ref(problem, operands, lse, delta, dout)
+    for got, want in zip(found[:3], expected[:3], strict=True):
+        want = np.asarray(want, np.float32)
+        assert got.shape == want.shape
+        error = np.abs(np.asarray(got, np.float32) - want).max()
+        assert error < 2e-2 * np.abs(want).max()
+
+
 @needs_gpu
 @pytest.mark.parametrize("depth", [64, 128, 256])
 @pytest.mark.parametrize("band", [{}, {"causal": True, "window": (700, None)}])
@@ -147,12 +178,13 @@ def test_refusals(fields: dict, device: str, words: str) -> None:
     assert words in reason
 
 
-def test_deep_gradients_are_refused() -> None:
-    problem, target = problem_of(head_dim=256), Target.parse("h200")
-    assert BACKEND.supports(problem, target) is None
-    reason = BACKEND.supports_backward(problem, target, False)
+def test_deep_gradients_of_a_bias_are_refused() -> None:
+    sides = {"bias": (1, 1, 200, 136), "bias_dtype": "bfloat16"}
+    problem, target = problem_of(head_dim=256, **sides), Target.parse("h200")
+    assert BACKEND.supports_backward(problem, target, False) is None
+    reason = BACKEND.supports_backward(problem, target, True)
     assert reason is not None
-    assert "head_dim 256 is above 128" in reason
+    assert "head dims above 128" in reason
 
 
 def test_a_wrong_configuration() -> None:

@@ -3,7 +3,8 @@
 | file | what it holds |
 |---|---|
 | gpu_forward.py, gpu_forward_compute.py, gpu_forward_plan.py | the forward kernel |
-| gpu_backward.py, gpu_backward_compute.py, gpu_backward_plan.py | the backward kernel |
+| gpu_backward.py, gpu_backward_plan.py, gpu_backward_worker.py | the backward kernel |
+| gpu_backward_compute.py, gpu_backward_deep.py | its warpgroups, up to head dim 128 and above |
 | gpu_scores.py | masks, bias and softcap of a tile of scores |
 | gpu_family.py | their configurations |
 | gpu_binding.py, gpu_plan.py | the sites that `hlo_tools.jit` binds to them |
@@ -34,10 +35,10 @@ HOPPER = ("h100", "h100-pcie", "h200")
 DTYPES = ("bfloat16", "float16")
 BIAS_DTYPES = ("bfloat16", "float16", "float32")
 MAX_DEPTH = 256
-# The gradients of 64 keys are in the registers of one warpgroup.
-MAX_DEPTH_BACKWARD = 128
 # Columns that a row of swizzled shared memory has room for, of 2 bytes.
 DEPTH_MULTIPLE = 64
+# Above this, two warpgroups share the gradients of 64 keys, and the columns of dq.
+FLAT_DEPTH = 128
 
 
 def unsupported(problem: AttentionProblem, target: Target) -> str | None:
@@ -64,10 +65,9 @@ def unsupported_backward(
     reason = unsupported(problem, target)
     if reason is not None:
         return reason
-    for name in ("head_dim", "value_dim"):
-        if getattr(problem, name) > MAX_DEPTH_BACKWARD:
-            return f"{name} {getattr(problem, name)} is above {MAX_DEPTH_BACKWARD}"
-    return _refusal(lambda: gpu_family.choose_backward(_whole(problem)))
+    if wants_bias and _is_deep(problem):
+        return f"no gradient of a bias for head dims above {FLAT_DEPTH}"
+    return _refusal(lambda: gpu_family.choose_backward(_whole_backward(problem)))
 
 
 def forward_config(problem: AttentionProblem) -> ForwardConfig:
@@ -83,20 +83,39 @@ def _refusal(choose: Callable[[], Any]) -> str | None:
     return None
 
 
-def _whole(problem: AttentionProblem) -> AttentionProblem:
-    """Returns a problem as the kernels have it, with whole columns."""
-    multiple = DEPTH_MULTIPLE
+def _is_deep(problem: AttentionProblem) -> bool:
+    return max(problem.head_dim, problem.value_dim) > FLAT_DEPTH
+
+
+def _whole(
+    problem: AttentionProblem, multiple: int = DEPTH_MULTIPLE
+) -> AttentionProblem:
+    """Returns a problem as the kernels have it, with whole columns.
+
+    Args:
+      problem: as it was given.
+      multiple: of the columns of q and k.
+    """
     return dataclasses.replace(
         problem,
         head_dim=-(-problem.head_dim // multiple) * multiple,
-        value_dim=-(-problem.value_dim // multiple) * multiple,
+        value_dim=-(-problem.value_dim // DEPTH_MULTIPLE) * DEPTH_MULTIPLE,
         q_lengths=False,
         sinks=False,
     )
 
 
-def _whole_operands(operands: Operands) -> Operands:
-    q, k, v = (hopper.padded(x, 3, DEPTH_MULTIPLE) for x in operands[:3])
+def _backward_multiple(problem: AttentionProblem) -> int:
+    return DEPTH_MULTIPLE * (2 if _is_deep(problem) else 1)
+
+
+def _whole_backward(problem: AttentionProblem) -> AttentionProblem:
+    return _whole(problem, _backward_multiple(problem))
+
+
+def _whole_operands(operands: Operands, multiple: int = DEPTH_MULTIPLE) -> Operands:
+    q, k = (hopper.padded(x, 3, multiple) for x in operands[:2])
+    v = hopper.padded(operands.v, 3, DEPTH_MULTIPLE)
     return operands._replace(q=q, k=k, v=v, q_lengths=None, sinks=None)
 
 
@@ -138,11 +157,11 @@ def _backward(
     if operands.q_lengths is not None:  # a sink gives these rows an lse
         lse = jnp.where(_inside(problem, operands)[:, None], lse, jnp.inf)
     if not isinstance(config, BackwardConfig):  # that of the forward kernel, or none
-        config = gpu_family.choose_backward(_whole(problem))
+        config = gpu_family.choose_backward(_whole_backward(problem))
     found = flash_backward(
-        _whole(problem),
+        _whole_backward(problem),
         config,
-        _whole_operands(operands),
+        _whole_operands(operands, _backward_multiple(problem)),
         lse,
         delta,
         hopper.padded(dout, 3, DEPTH_MULTIPLE),

@@ -46,6 +46,8 @@ class _Deep(Worker):
         super().__init__(side, sums)
         self.result = result
         self.half = self.kernel.problem.head_dim // 2
+        # The lowering takes no constant index within `pl.run_state`.
+        self.only = side.key * 0
 
     def begin(self) -> Span:
         """Frees all tiles; returns the tiles of queries."""
@@ -65,7 +67,7 @@ class _Deep(Worker):
 
     def multiply_queries(self, dq, slot) -> None:
         """Adds this warpgroup's columns of dS k."""
-        keys = self.scratch["k_tile"].at[0, :, pl.ds(self.group * self.half, self.half)]
+        keys = self.scratch["k_tile"].at[self.only, :, pl.ds(self.group * self.half, self.half)]
         plgpu.wgmma(dq, self.scratch["ds_tiles"].at[slot].transpose((1, 0)), keys)
 
     def add_queries(self, place, dq) -> None:
@@ -86,7 +88,7 @@ class _Deep(Worker):
         """Writes a result in the place of an operand that nobody needs any more."""
         plgpu.wait_smem_to_gmem(0)
         hopper.sync(self.side.together, self.side.compute_threads)
-        tile = self.scratch[name].at[0]
+        tile = self.scratch[name].at[self.only]
         tile[...] = value.astype(self.dtype)
         plgpu.commit_smem()
         rows = pl.ds(self.side.key, KEYS_OF_WARPGROUP)
@@ -132,7 +134,7 @@ class Values(_Deep):
 
         def multiply(raw):
             q = scratch["q_tiles"].at[stage].transpose((1, 0))
-            plgpu.wgmma(raw, scratch["k_tile"].at[0], q)
+            plgpu.wgmma(raw, scratch["k_tile"].at[self.only], q)
             return raw[...]
 
         raw = pl.run_scoped(multiply, hopper.ACC(self.shape, jnp.float32))
@@ -142,7 +144,7 @@ class Values(_Deep):
         plgpu.barrier_wait(scratch["p_free"])
         scratch["p_tile"][...] = p if slope is None else p * slope
         plgpu.barrier_arrive(scratch["p_ready"])
-        plgpu.barrier_wait(scratch["dout_ready"].at[0])
+        plgpu.barrier_wait(scratch["dout_ready"].at[self.only])
         dv, dq = self.add_values(dv, p.astype(self.dtype), 1 - slot)
         hopper.arrive(side.dout_free, side.everyone)
         self.add_queries(before, dq)
@@ -150,7 +152,7 @@ class Values(_Deep):
 
     def add_values(self, dv, p, slot):
         """Returns dV + P^T dout, and columns of dQ of the tile before."""
-        dout = self.scratch["dout_tiles"].at[0]
+        dout = self.scratch["dout_tiles"].at[self.only]
 
         def queries(dq) -> None:
             plgpu.barrier_wait(self.scratch["ds_ready"].at[slot])
@@ -195,11 +197,11 @@ class Keys(_Deep):
         """Adds what one tile of queries contributes."""
         side, scratch = self.side, self.scratch
         stage, slot, index, tile = self.place(span, member, index)
-        plgpu.barrier_wait(scratch["dout_ready"].at[0])
+        plgpu.barrier_wait(scratch["dout_ready"].at[self.only])
 
         def multiply(products):
-            dout = scratch["dout_tiles"].at[0].transpose((1, 0))
-            plgpu.wgmma(products, scratch["v_tile"].at[0], dout)
+            dout = scratch["dout_tiles"].at[self.only].transpose((1, 0))
+            plgpu.wgmma(products, scratch["v_tile"].at[self.only], dout)
             return products[...]
 
         dp = pl.run_scoped(multiply, hopper.ACC(self.shape, jnp.float32))

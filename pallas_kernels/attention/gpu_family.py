@@ -20,7 +20,9 @@ from pallas_kernels.attention.gpu_backward_plan import BackwardConfig
 from pallas_kernels.attention.gpu_forward_plan import ForwardConfig
 from pallas_kernels.attention.hopper_model import (
     MOST_REGISTERS,
+    OVERHEAD_REGISTERS,
     WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
     add_predictions,
     default_constants,
     scaled_prediction,
@@ -139,6 +141,7 @@ def _backward_space(
         for warpgroups in (2, 1):
             for block_q in (64, 128):
                 yield BackwardConfig(block_q, stages, warpgroups)
+        yield BackwardConfig(64, stages, 2, deep=True)
 
 
 def _refuse_backward(
@@ -149,19 +152,42 @@ def _refuse_backward(
     )
     if reason is not None:
         return reason
-    _, columns = config.dq_part(problem.head_dim)
-    if config.block_q not in (64, 64 * config.compute_warpgroups) or columns % 64:
-        return "the warpgroups' parts of dq are no whole tiles"
-    registers = work.backward_registers(
-        problem, config.block_q, config.block_kv, config.compute_warpgroups,
-        ("dk", "dv", "dq part"),
-    )  # fmt: skip
+    reason = (_refuse_deep if config.deep else _refuse_parts)(problem, config)
+    if reason is not None:
+        return reason
+    registers = _backward_registers(problem, config)
     return _refuse_sizes(
         target,
         config.shared_bytes(problem, problem.bias is not None),
         registers,
         config.compute_warpgroups,
     )
+
+
+def _refuse_parts(problem: AttentionProblem, config: BackwardConfig) -> str | None:
+    _, columns = config.dq_part(problem.head_dim)
+    if config.block_q not in (64, 64 * config.compute_warpgroups) or columns % 64:
+        return "the warpgroups' parts of dq are no whole tiles"
+    return None
+
+
+def _refuse_deep(problem: AttentionProblem, config: BackwardConfig) -> str | None:
+    if (config.compute_warpgroups, config.block_q) != (2, 64):
+        return "two warpgroups that share their keys take 64 queries"
+    if problem.head_dim % 128:
+        return "half of the columns of dq are no whole tiles"
+    return None
+
+
+def _backward_registers(problem: AttentionProblem, config: BackwardConfig) -> int:
+    if config.deep:  # one gradient and half of a tile's dq
+        kept = config.block_kv * max(problem.head_dim, problem.value_dim)
+        part = config.block_q * problem.head_dim // 2
+        return round((kept + part) / WARPGROUP_THREADS) + OVERHEAD_REGISTERS
+    return work.backward_registers(
+        problem, config.block_q, config.block_kv, config.compute_warpgroups,
+        ("dk", "dv", "dq part"),
+    )  # fmt: skip
 
 
 def _predict_backward(
