@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -60,6 +61,14 @@ def tune(
             "JSON or PRESET:NUMBER.",
         ),
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes that compile side by side; they take turns to run.",
+        ),
+    ] = 1,
     form: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help="text or json.")
     ] = "text",
@@ -75,7 +84,7 @@ def tune(
         return partial(run_score, family, score, device, form)
     if explain is not None:
         return partial(run_explain, family, explain, device, form)
-    return partial(run_tune, family, problems, device, output, form)
+    return partial(run_tune, family, problems, device, output, workers, form)
 
 
 def run_explain(family: str, problem: str, device: str | None, form: str) -> int:
@@ -109,7 +118,12 @@ def run_score(family: str, file: str, device: str | None, form: str) -> int:
 
 
 def run_tune(
-    family: str, problems: str, device: str | None, output: str | None, form: str
+    family: str,
+    problems: str,
+    device: str | None,
+    output: str | None,
+    workers: int,
+    form: str,
 ) -> int:
     """Measures, writes the table, and prints the model's scores against it."""
     from pallas_kernels.families import load_family
@@ -118,6 +132,8 @@ def run_tune(
 
     row = load_family(family)
     wanted = _problems(row, problems)
+    if workers > 1:  # this process needs no memory of the device
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     target = _target(None)
     if device is not None and _target(device).spec.name != target.spec.name:
         raise HloToolsError(
@@ -125,7 +141,9 @@ def run_tune(
         )
     path = Path(output) if output else table_path(row.name, target.device_kind)
     with _progress_bar(f"measuring {row.name}") as tell:
-        table, notes = measure_and_save(row, wanted, target, path, tell)
+        table, notes = measure_and_save(
+            row, wanted, target, path, tell, workers=workers
+        )
     for note in notes:
         say(note)
     if not table.entries:

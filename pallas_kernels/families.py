@@ -25,5 +25,10 @@ def load_family(name: str) -> KernelFamily:
     """
     if name not in FAMILIES:
         raise UnknownNameError("kernel family", name, FAMILIES)
-    module, _, attribute = FAMILIES[name].partition(":")
+    return family_at(FAMILIES[name])
+
+
+def family_at(place: str) -> KernelFamily:
+    """Returns the family at "module:attribute"."""
+    module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,25 +41,36 @@ def measure(
       What was measured, or None if nothing ran or the times can not be compared; and
       what went wrong or is uncertain, a line each.
     """
-    key = family.key(problem)
     configs = family.candidates(problem, target)
-    if not configs:
+    tried = []
+    if configs:
+        arrays = family.make_inputs(problem, 0)
+        for config in configs:
+            tell(str(config))
+            tried.append(try_config(family, problem, config, arrays, timer))
+    return entry_of(family, problem, tried)
+
+
+# A configuration that was tried, and how it was timed if it ran.
+Tried = tuple[Sample, Timing | None]
+
+
+def entry_of(
+    family: KernelFamily, problem: Any, tried: Sequence[Tried]
+) -> tuple[Entry | None, list[str]]:
+    """Returns what `measure` returns, of all its candidates."""
+    key = family.key(problem)
+    if not tried:
         return None, [f"no configuration can run {key}"]
-    arrays = family.make_inputs(problem, 0)
-    samples, timings = [], []
-    for config in configs:
-        tell(str(config))
-        sample, timing = _sample(family, problem, config, arrays, timer)
-        samples.append(sample)
-        if timing is not None:
-            timings.append(timing)
+    samples = tuple(sample for sample, _ in tried)
+    timings = [timing for _, timing in tried if timing is not None]
     notes = list(dict.fromkeys(timing.note for timing in timings if timing.note))
     timers = {timing.timer for timing in timings}
     if len(timers) > 1:
         return None, [*notes, f"device and wall times mixed, not kept: {key}"]
     if not timers:
         return None, [f"none ran for {key}: {samples[0].error}"]
-    return Entry(tuple(samples), timers.pop()), notes
+    return Entry(samples, timers.pop()), notes
 
 
 def tune(
@@ -69,6 +80,7 @@ def tune(
     path: Path,
     tell: Tell = lambda done, total, what: None,
     timer: Callable[..., Timing] = time_call,
+    workers: int = 1,
 ) -> tuple[MeasuredTable, list[str]]:
     """Measures problems, and keeps each in the table's file as soon as it is done.
 
@@ -79,6 +91,8 @@ def tune(
       path: of the table; what is in it stays, save what is measured anew.
       tell: is told how far it is.
       timer: as `measure`.
+      workers: processes that compile side by side; they take turns on the device, and
+        `timer` is not used.
 
     Returns:
       The table of what was measured now; and what went wrong or is uncertain.
@@ -91,12 +105,17 @@ def tune(
     whole = load_table(path).merged(measured) if path.exists() else measured
     total = sum(len(family.candidates(problem, target)) for problem in problems)
     count = itertools.count()
+
+    def told(what: str) -> None:
+        tell(next(count), total, what)
+
+    if workers > 1:
+        found = measure_in_processes(family, problems, target, told, workers)
+    else:
+        found = ((x, *measure(family, x, target, told, timer)) for x in problems)
     notes: dict[str, None] = {}
-    for problem in problems:
-        entry, found = measure(
-            family, problem, target, lambda what: tell(next(count), total, what), timer
-        )
-        notes.update(dict.fromkeys(found))
+    for problem, entry, lines in found:
+        notes.update(dict.fromkeys(lines))
         if entry is not None:
             one = replace(measured, entries={family.key(problem): entry})
             measured, whole = measured.merged(one), whole.merged(one)
@@ -105,13 +124,38 @@ def tune(
     return measured, list(notes)
 
 
-def _sample(
+def measure_in_processes(
+    family: KernelFamily,
+    problems: Sequence[Any],
+    target: Target,
+    tell: Callable[[str], None],
+    workers: int,
+) -> Iterator[tuple[Any, Entry | None, list[str]]]:
+    """Yields (problem, and what `measure` returns), as they get done."""
+    from pallas_kernels.measuring_workers import try_all
+
+    left = {x: len(family.candidates(x, target)) for x in problems}
+    tried: dict[Any, list[Tried]] = {problem: [] for problem in problems}
+    for problem in [x for x, count in left.items() if not count]:
+        yield problem, *entry_of(family, problem, [])
+    for problem, done in try_all(family, problems, target, workers):
+        tell(str(done[0].config))
+        tried[problem].append(done)
+        left[problem] -= 1
+        if not left[problem]:
+            order = [x.to_dict() for x in family.candidates(problem, target)]
+            tried[problem].sort(key=lambda x: order.index(x[0].config))
+            yield problem, *entry_of(family, problem, tried.pop(problem))
+
+
+def try_config(
     family: KernelFamily,
     problem: Any,
     config: KernelConfig,
     arrays: tuple[Any, ...],
     timer: Callable[..., Timing],
-) -> tuple[Sample, Timing | None]:
+) -> Tried:
+    """Runs one configuration."""
     try:
         timing = timer(family.run(problem, config), *arrays)
     except Exception as error:  # compilers raise what they like

@@ -108,10 +108,11 @@ DEEP: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("two_kernels", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=SLOW if i else ()) for i, n in enumerate(DEEP)]
 )
-def test_deep_gradients(name: str) -> None:
+def test_deep_gradients(name: str, two_kernels: bool) -> None:
     """Head dims above 128; interpreted, or on a GPU."""
     problem = problem_of(**{"head_dim": 256, "value_dim": 256, **DEEP[name]})
     operands, _, _, dout = backward_inputs(problem, 0)
@@ -119,7 +120,7 @@ def test_deep_gradients(name: str) -> None:
     delta = (out * dout).sum(-1).swapaxes(1, 2).astype("float32")
     with contextlib.nullcontext() if has_gpu() else hopper.interpret_mode():
         found = BACKEND.backward(
-            problem, None, operands, lse, delta, dout, False, False
+            problem, None, operands, lse, delta, dout, False, two_kernels
         )
     expected = attention_grads_ref(problem, operands, lse, delta, dout)
     for got, want in zip(found[:3], expected[:3], strict=True):
@@ -140,9 +141,48 @@ def test_configurations_on_gpu(depth: int, band: dict) -> None:
         check_forward(problem, config)
 
 
+TWO_KERNELS = ("everything", "several tiles", "causal", "bias of heads", "bias of keys")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=SLOW if i else ()) for i, n in enumerate(TWO_KERNELS)],
+)
+def test_deterministic_gradients(name: str) -> None:
+    """Nothing is added in any order: no races even where the interpreter adds."""
+    with contextlib.nullcontext() if has_gpu() else hopper.interpret_mode():
+        make_case(name, "bfloat16").check(
+            implementation="mosaic-gpu", deterministic=True
+        )
+    assert has_gpu() or no_races()
+
+
+@needs_gpu
+@pytest.mark.parametrize("depth", [64, 128, 256])
+def test_runs_agree_on_gpu(depth: int) -> None:
+    q, k, v = (
+        jax.random.normal(key, (2, 1500, 4, depth), "bfloat16")
+        for key in jax.random.split(jax.random.key(0), 3)
+    )
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1, 2))
+    def grads(q, k, v):
+        out = attention(
+            q, k, v, causal=True, implementation="mosaic-gpu", deterministic=True
+        )
+        return (out.astype("float32") ** 2).sum()
+
+    first = grads(q, k, v)
+    for _ in range(3):
+        for a, b in zip(first, grads(q, k, v), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 @interpreted
 @pytest.mark.parametrize(
     "config", [BackwardConfig(64, 2, 1), BackwardConfig(128, 2, 2),
+               BackwardConfig(64, 2, 2, two_kernels=True),
                pytest.param(BackwardConfig(64, 1, 1), marks=SLOW)], ids=str,
 )  # fmt: skip
 def test_backward_configurations(config: BackwardConfig) -> None:

@@ -97,6 +97,23 @@ def test_tune_keeps_what_is_done(tmp_path) -> None:
         tune(TOY, problems, Target.parse("h200"), path, timer=by_block)
 
 
+def test_processes_measure_as_one(toy, tmp_path) -> None:
+    problems, told = (ToyProblem(64), ToyProblem(1)), []
+    table, notes = tune(
+        TOY, problems, CPU, tmp_path / "toy.json", lambda *a: told.append(a), workers=2
+    )
+    alone, _ = measure(TOY, problems[0], CPU)
+    assert alone is not None
+    for entry in table.entries.values():
+        assert entry.timer == "wall"
+    entry = table.entries[TOY.key(problems[0])]
+    for one, other in zip(entry.samples, alone.samples, strict=True):
+        assert (one.config, one.error) == (other.config, other.error)
+    assert len(table.entries) == 2
+    assert [done for done, _, _ in told] == list(range(len(told)))
+    assert any("dispatch included" in note for note in notes)
+
+
 def toy_table(*rows) -> MeasuredTable:
     """Of (length, {block: seconds or None}); the model likes block 16 best."""
     entries = {}

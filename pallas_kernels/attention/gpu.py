@@ -4,7 +4,9 @@
 |---|---|
 | gpu_forward.py, gpu_forward_compute.py, gpu_forward_plan.py | the forward kernel |
 | gpu_backward.py, gpu_backward_plan.py, gpu_backward_worker.py | the backward kernel |
-| gpu_backward_compute.py, gpu_backward_deep.py | its warpgroups, up to head dim 128 and above |
+| gpu_backward_compute.py | its warpgroups, up to head dim 128 |
+| gpu_backward_deep.py | its warpgroups, above that |
+| gpu_backward_queries.py | the second kernel, where dq is not added in memory |
 | gpu_scores.py | masks, bias and softcap of a tile of scores |
 | gpu_family.py | their configurations |
 | gpu_binding.py, gpu_plan.py | the sites that `hlo_tools.jit` binds to them |
@@ -157,7 +159,9 @@ def _backward(
     if operands.q_lengths is not None:  # a sink gives these rows an lse
         lse = jnp.where(_inside(problem, operands)[:, None], lse, jnp.inf)
     if not isinstance(config, BackwardConfig):  # that of the forward kernel, or none
-        config = gpu_family.choose_backward(_whole_backward(problem))
+        config = gpu_family.choose_backward(_whole_backward(problem), deterministic)
+    elif deterministic:
+        config = dataclasses.replace(config, two_kernels=True)
     found = flash_backward(
         _whole_backward(problem),
         config,
@@ -182,5 +186,4 @@ BACKEND = Backend(
     forward=_forward,
     supports_backward=unsupported_backward,
     backward=_backward,
-    deterministic=False,  # blocks add to dq in any order
 )

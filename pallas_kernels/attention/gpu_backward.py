@@ -1,16 +1,18 @@
-"""Attention on Hopper GPUs: the backward pass, in one kernel.
+"""Attention on Hopper GPUs: the backward pass, in one kernel or in two.
 
 A block keeps a tile of keys and values and takes one tile of queries after the other.
 Each compute warpgroup has 64 keys, and the gradients of these in registers. It computes
 scores as [keys, queries], so that P^T and dS^T are where the products for dV and dK
 want them. All warpgroups' dS^T meet in shared memory for dQ, of which each computes a
-part; the copy engine adds it to the others' in memory, in any order.
+part; the copy engine adds it to the others' in memory, in any order. Or dQ comes from
+a second kernel, gpu_backward_queries.py, and is the same in every run.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -33,6 +35,7 @@ from pallas_kernels.attention.gpu_backward_plan import (
     Kernel,
     Side,
 )
+from pallas_kernels.attention.gpu_backward_queries import gradient_of_queries
 from pallas_kernels.attention.gpu_scores import LOG2_E, Scores
 from pallas_kernels.attention.problem import AttentionProblem, Gradients, Operands
 
@@ -68,16 +71,14 @@ def flash_backward(
     k, v = (hopper.padded(x, 1, 8) for x in (operands.k, operands.v))
     # A query without keys has -inf, which is to make all probabilities zero.
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E)
-    lse = hopper.padded(lse, 2, config.block_q, math.inf)
-    delta = hopper.padded(delta, 2, config.block_q)
-    # whole tiles: those of the last queries are added as they are
-    shape = hopper.padded(q, 1, config.block_q).shape
-    dq = jax.new_ref(jnp.zeros(shape, jnp.float32))
-    sums = [dq]
-    if wants_bias:
-        sums.append(jax.new_ref(jnp.zeros(_bias_shape(kernel), jnp.float32)))
+    rows = config.block_q
+    if config.two_kernels:
+        rows = max(rows, config.queries_kernel(problem).block_q)
+    lse = hopper.padded(lse, 2, rows, math.inf)
+    delta = hopper.padded(delta, 2, rows)
+    sums = _new_sums(kernel, q)
     run = plgpu.kernel(
-        functools.partial(_body, kernel),
+        functools.partial(_body, kernel, tuple(sums)),
         out_type=(
             jax.ShapeDtypeStruct(k.shape, k.dtype),
             jax.ShapeDtypeStruct(v.shape, v.dtype),
@@ -89,14 +90,31 @@ def flash_backward(
         thread_name="wg",
         compiler_params=hopper.compiler_params(),
     )
-    dk, dv = run(q, k, v, dout, lse, delta, *scores.arrays(operands), *sums)
-    dq_sum = jax.freeze(dq)[:, : problem.q_len] * problem.scale
+    side_arrays = scores.arrays(operands)
+    dk, dv = run(q, k, v, dout, lse, delta, *side_arrays, *sums.values())
+    if kernel.has_dq:
+        total = jax.freeze(sums["q"])[:, : problem.q_len]
+        dq = (total * problem.scale).astype(q.dtype)
+    else:
+        dq = gradient_of_queries(problem, config, operands, lse, delta, dout, interpret)
     return Gradients(
-        q=dq_sum.astype(q.dtype),
+        q=dq,
         k=dk[:, : problem.k_len],
         v=dv[:, : problem.k_len],
-        bias=_bias_gradient(kernel, sums[1]) if wants_bias else None,
+        bias=_bias_gradient(kernel, sums["bias"]) if wants_bias else None,
     )
+
+
+def _new_sums(kernel: Kernel, q: jax.Array) -> dict[str, Any]:
+    """Returns references to zeros that the blocks add to, "q" and "bias"."""
+    sums = {}
+    if kernel.has_dq:
+        # whole tiles: those of the last queries are added as they are
+        shape = hopper.padded(q, 1, kernel.config.block_q).shape
+        sums["q"] = jax.new_ref(jnp.zeros(shape, jnp.float32))
+    if kernel.wants_bias:
+        sums["bias"] = jax.new_ref(jnp.zeros(_bias_shape(kernel), jnp.float32))
+    return sums
 
 
 def _bias_shape(kernel: Kernel) -> tuple[int, ...]:
@@ -105,15 +123,18 @@ def _bias_shape(kernel: Kernel) -> tuple[int, ...]:
     assert problem.bias is not None
     keys = kernel.tiles * kernel.config.block_kv
     queries = pl.cdiv(problem.q_len, kernel.config.block_q) * kernel.config.block_q
-    return (*problem.bias[:2], keys, queries)
+    if kernel.has_dq:
+        return (*problem.bias[:2], keys, queries)
+    # each place is added to once, so that the order does not matter
+    return (problem.batch, problem.heads, keys, queries)
 
 
 def _bias_gradient(kernel: Kernel, total) -> jax.Array:
     problem = kernel.problem
     assert problem.bias is not None
     full = jax.freeze(total)[..., : problem.k_len, : problem.q_len].swapaxes(2, 3)
-    for dim in (2, 3):
-        if problem.bias[dim] == 1:
+    for dim in range(4):
+        if problem.bias[dim] == 1 and full.shape[dim] > 1:
             full = full.sum(dim, keepdims=True)
     return full.astype(problem.bias_dtype)
 
@@ -137,10 +158,10 @@ def _scratch(kernel: Kernel) -> dict:
     return scratch | (deep_scratch if config.deep else flat_scratch)(kernel)
 
 
-def _body(kernel: Kernel, q, k, v, dout, lse, delta, *rest, **scratch) -> None:
-    count = 2 if kernel.wants_bias else 1
+def _body(kernel: Kernel, names, q, k, v, dout, lse, delta, *rest, **scratch) -> None:
     *extra, dk, dv = rest
-    extra, sums = extra[: len(extra) - count], extra[len(extra) - count :]
+    count = len(extra) - len(names)
+    extra, sums = extra[:count], dict(zip(names, extra[count:], strict=True))
     refs = kernel.scores.named(extra)
     group = lax.axis_index("wg")
     groups = kernel.config.compute_warpgroups

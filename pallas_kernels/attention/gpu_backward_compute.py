@@ -24,6 +24,8 @@ def flat_scratch(kernel: Kernel) -> dict:
     bias = {}
     if kernel.wants_bias:
         bias["dbias_tile"] = hopper.tiled(shape, jnp.float32)
+    if not kernel.has_dq:
+        return bias
     return bias | {
         "ds_tiles": hopper.tiled((2, *shape), dtype),
         "dq_tile": hopper.tiled((groups, *part), jnp.float32),
@@ -37,7 +39,8 @@ class Compute(Worker):
     Args:
       side: what it shares with the others.
       dk, dv: results in global memory.
-      sums: dQ, and the gradient of the bias if wanted, in global memory.
+      sums: "q" and "bias", those of their gradients that are added up in global
+        memory.
     """
 
     def __init__(self, side: Side, dk, dv, sums):
@@ -53,8 +56,9 @@ class Compute(Worker):
         span = side.span(own)
         # of no tile, which adds nothing to the first
         before = (side.head(0), self.kernel.tile_inside(span.first))
-        self.write_ds(group, 1, hopper.zeros(self.shape).astype(self.dtype))
-        plgpu.barrier_arrive(self.scratch["ds_ready"].at[1])
+        if self.kernel.has_dq:
+            self.write_ds(group, 1, hopper.zeros(self.shape).astype(self.dtype))
+            plgpu.barrier_arrive(self.scratch["ds_ready"].at[1])
         plgpu.barrier_wait(self.scratch["kv_ready"])
         before, dk, dv = side.each_head(
             functools.partial(self.each_tile, self.step, group, own, span),
@@ -64,8 +68,9 @@ class Compute(Worker):
                 hopper.zeros((KEYS_OF_WARPGROUP, problem.value_dim)),
             ),
         )
-        slot = lax.rem(problem.group * (span.end - span.first) + 1, 2)
-        self.add_queries(group, before, self.last_queries(group, slot))
+        if self.kernel.has_dq:
+            slot = lax.rem(problem.group * (span.end - span.first) + 1, 2)
+            self.add_queries(group, before, self.last_queries(group, slot))
         plgpu.wait_smem_to_gmem(0)
         hopper.sync(side.together, side.compute_threads)
         self.write(group, own, dk * problem.scale, dv)
@@ -85,7 +90,12 @@ class Compute(Worker):
             self.add_bias(group, tile, ds)
         if slope is not None:
             ds *= slope
-        dk, dq = self.add_keys(dk, ds.astype(self.dtype), group, stage, slot)
+        ds = ds.astype(self.dtype)
+        if not self.kernel.has_dq:
+            dk = self.add_product(dk, ds, self.scratch["q_tiles"].at[stage])
+            hopper.arrive(side.free + stage, side.everyone)
+            return before, dk, dv
+        dk, dq = self.add_keys(dk, ds, group, stage, slot)
         hopper.arrive(side.free + stage, side.everyone)
         plgpu.barrier_arrive(self.scratch["ds_ready"].at[slot])
         self.add_queries(group, before, dq)
@@ -192,7 +202,7 @@ class Compute(Worker):
         query, column = index * self.kernel.config.block_q, group * columns
         if rows < self.kernel.config.block_q:
             query, column = query + group * rows, 0
-        target = self.sums[0].at[
+        target = self.sums["q"].at[
             self.side.batch, pl.ds(query, rows), head, pl.ds(column, columns)
         ]
         self.add(dq, self.scratch["dq_tile"].at[group], target)
@@ -201,9 +211,9 @@ class Compute(Worker):
         """Adds the gradient of the bias in memory."""
         shape = self.kernel.problem.bias
         assert shape is not None
-        target = self.sums[1].at[
-            0 if shape[0] == 1 else tile.batch,
-            0 if shape[1] == 1 else tile.head,
+        target = self.sums["bias"].at[
+            0 if shape[0] == 1 and self.kernel.has_dq else tile.batch,
+            0 if shape[1] == 1 and self.kernel.has_dq else tile.head,
             pl.ds(tile.key, self.shape[0]),
             pl.ds(tile.query, self.shape[1]),
         ]

@@ -27,13 +27,17 @@ DQ_COLUMNS = 64  # that are on their way to memory at a time
 def deep_scratch(kernel: Kernel) -> dict:
     """Returns the shared memory that is not as in the kernel for small head dims."""
     shape = (KEYS_OF_WARPGROUP, kernel.config.block_q)
-    return {
-        "ds_tiles": hopper.tiled((2, *shape), jnp.dtype(kernel.problem.dtype)),
+    probabilities = {
         "p_tile": hopper.tiled(shape, jnp.float32),
-        "dq_tile": hopper.tiled((2, kernel.config.block_q, DQ_COLUMNS), jnp.float32),
-        "ds_ready": plgpu.Barrier(num_barriers=2),
         "p_ready": plgpu.Barrier(),
         "p_free": plgpu.Barrier(),
+    }
+    if not kernel.has_dq:
+        return probabilities
+    return probabilities | {
+        "ds_tiles": hopper.tiled((2, *shape), jnp.dtype(kernel.problem.dtype)),
+        "dq_tile": hopper.tiled((2, kernel.config.block_q, DQ_COLUMNS), jnp.float32),
+        "ds_ready": plgpu.Barrier(num_barriers=2),
     }
 
 
@@ -67,7 +71,9 @@ class _Deep(Worker):
 
     def multiply_queries(self, dq, slot) -> None:
         """Adds this warpgroup's columns of dS k."""
-        keys = self.scratch["k_tile"].at[self.only, :, pl.ds(self.group * self.half, self.half)]
+        keys = self.scratch["k_tile"].at[
+            self.only, :, pl.ds(self.group * self.half, self.half)
+        ]
         plgpu.wgmma(dq, self.scratch["ds_tiles"].at[slot].transpose((1, 0)), keys)
 
     def add_queries(self, place, dq) -> None:
@@ -76,7 +82,7 @@ class _Deep(Worker):
         rows = pl.ds(index * self.kernel.config.block_q, self.kernel.config.block_q)
         for first in range(0, self.half, DQ_COLUMNS):
             columns = pl.ds(self.group * self.half + first, DQ_COLUMNS)
-            target = self.sums[0].at[self.side.batch, rows, head, columns]
+            target = self.sums["q"].at[self.side.batch, rows, head, columns]
             part = dq[:, first : first + DQ_COLUMNS]
             self.add(part, self.scratch["dq_tile"].at[self.group], target)
 
@@ -114,15 +120,16 @@ class Values(_Deep):
             functools.partial(self.each_tile, self.step, self.group, side.key, span),
             (before, hopper.zeros((KEYS_OF_WARPGROUP, problem.value_dim))),
         )
-        slot = lax.rem(problem.group * (span.end - span.first) + 1, 2)
         plgpu.barrier_wait(self.scratch["p_free"])
-        plgpu.barrier_wait(self.scratch["ds_ready"].at[slot])
+        if self.kernel.has_dq:
+            slot = lax.rem(problem.group * (span.end - span.first) + 1, 2)
+            plgpu.barrier_wait(self.scratch["ds_ready"].at[slot])
 
-        def multiply(dq):
-            self.multiply_queries(dq, slot)
-            return dq[...]
+            def multiply(dq):
+                self.multiply_queries(dq, slot)
+                return dq[...]
 
-        self.add_queries(before, pl.run_scoped(multiply, self.queries()))
+            self.add_queries(before, pl.run_scoped(multiply, self.queries()))
         self.write("v_tile", dv)
 
     def step(self, group, own, span: Span, member, masked, index, state):
@@ -145,7 +152,12 @@ class Values(_Deep):
         scratch["p_tile"][...] = p if slope is None else p * slope
         plgpu.barrier_arrive(scratch["p_ready"])
         plgpu.barrier_wait(scratch["dout_ready"].at[self.only])
-        dv, dq = self.add_values(dv, p.astype(self.dtype), 1 - slot)
+        p = p.astype(self.dtype)
+        if not self.kernel.has_dq:
+            dv = self.add_product(dv, p, scratch["dout_tiles"].at[self.only])
+            hopper.arrive(side.dout_free, side.everyone)
+            return before, dv
+        dv, dq = self.add_values(dv, p, 1 - slot)
         hopper.arrive(side.dout_free, side.everyone)
         self.add_queries(before, dq)
         return (tile.head, index), dv
@@ -183,7 +195,8 @@ class Keys(_Deep):
         problem, side = self.kernel.problem, self.side
         span = self.begin()
         plgpu.barrier_arrive(self.scratch["p_free"])
-        self.write_ds(1, hopper.zeros(self.shape).astype(self.dtype))
+        if self.kernel.has_dq:
+            self.write_ds(1, hopper.zeros(self.shape).astype(self.dtype))
         plgpu.barrier_wait(self.scratch["kv_ready"])
 
         def each_tile(member, dk):
@@ -212,6 +225,11 @@ class Keys(_Deep):
         p = plgpu.load(scratch["p_tile"], layout=hopper.WGMMA)
         ds = (p * dp).astype(self.dtype)
         plgpu.barrier_arrive(scratch["p_free"])
+        if not self.kernel.has_dq:
+            plgpu.barrier_wait(scratch["q_ready"].at[stage])
+            dk = self.add_product(dk, ds, scratch["q_tiles"].at[stage])
+            hopper.arrive(side.free + stage, side.everyone)
+            return dk
         self.write_ds(slot, ds)
         plgpu.barrier_wait(scratch["q_ready"].at[stage])
         dk, dq = self.add_keys(dk, ds, stage, slot)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hopper
+from pallas_kernels.attention.gpu_forward_plan import ForwardConfig
 from pallas_kernels.attention.gpu_schedule import heads_together, place
 from pallas_kernels.attention.gpu_scores import Scores, Span
 from pallas_kernels.attention.problem import AttentionProblem
@@ -27,12 +28,15 @@ class BackwardConfig(KernelConfig):
       compute_warpgroups: each keeps 64 keys.
       deep: two warpgroups keep the same 64 keys, one their dV and one their dK; for
         head dims above 128.
+      two_kernels: dQ comes from a kernel of its own, in which nothing is added in
+        memory.
     """
 
     block_q: int = 64
     stages: int = 2
     compute_warpgroups: int = 2
     deep: bool = False
+    two_kernels: bool = False
 
     @property
     def key_groups(self) -> int:
@@ -55,14 +59,34 @@ class BackwardConfig(KernelConfig):
         keys = self.block_kv * depth * 2
         queries = self.stages * self.block_q * (problem.head_dim * 2 + 4)
         queries += self.dout_stages * self.block_q * (problem.value_dim * 2 + 4)
-        scores = self.block_kv * self.block_q * (2 * 2 + 4 * (wants_bias or self.deep))
+        scores = self.block_kv * self.block_q
+        wide = 4 * scores * (wants_bias or self.deep)
+        total = keys + queries + wide + 1024
+        if self.two_kernels:
+            return total
         rows, columns = self.dq_part(problem.head_dim)
         dq = self.compute_warpgroups * rows * columns * 4
-        return keys + queries + scores + dq + 1024
+        return total + 2 * 2 * scores + dq
 
     def registers(self) -> tuple[int, int]:
         """Registers of a compute thread and of a copying one."""
         return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.compute_warpgroups]
+
+    def queries_kernel(self, problem: AttentionProblem) -> ForwardConfig:
+        """Returns how the kernel for dQ alone is cut."""
+        depth = max(problem.head_dim, problem.value_dim)
+        return ForwardConfig(
+            block_kv=128 if depth <= 64 else 64,
+            stages=2 if depth <= 128 else 1,
+            compute_warpgroups=2,
+            persistent=False,
+        )
+
+    def queries_shared_bytes(self, problem: AttentionProblem) -> int:
+        """Returns how much shared memory a block of that kernel takes."""
+        config = self.queries_kernel(problem)
+        rows = config.block_q + config.stages * config.block_kv
+        return 2 * (problem.head_dim + problem.value_dim) * rows + 1024
 
     def dq_part(self, head_dim: int) -> tuple[int, int]:
         """Rows and columns of dQ that a warpgroup has on their way to memory."""
@@ -80,6 +104,11 @@ class Kernel:
     scores: Scores
     wants_bias: bool
     interpret: bool
+
+    @property
+    def has_dq(self) -> bool:
+        """Whether this kernel computes dQ too."""
+        return not self.config.two_kernels
 
     @property
     def tiles(self) -> int:

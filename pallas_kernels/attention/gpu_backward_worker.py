@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +20,8 @@ class Worker:
 
     Args:
       side: what it shares with the others.
-      sums: dQ, and the gradient of the bias if wanted, in global memory.
+      sums: "q" and "bias", those of their gradients that are added up in global
+        memory.
     """
 
     def __init__(self, side: Side, sums):
@@ -48,6 +50,14 @@ class Worker:
         x, factor, slope = scores.capped(raw)
         x, factor = scores.in_log2(x, factor, self.side.refs, tile, masked)
         return jnp.exp2(x * factor - self.column("lse_tiles", stage)), slope
+
+    def add_product(self, acc, narrow, right) -> jax.Array:
+        """Returns acc + narrow right, the first factor from registers."""
+        if self.kernel.interpret:
+            return acc + hopper.interpreted_product(narrow, right)
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, narrow, right))(
+            hopper.ACC.init(acc)
+        )
 
     def column(self, name: str, stage) -> jax.Array:
         """Loads a number a query and repeats it for all keys."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from hlo_tools.chips import gpu_chip
@@ -137,11 +138,14 @@ def _schedule_factor(problem: AttentionProblem, config: ForwardConfig) -> float:
 def _backward_space(
     problem: AttentionProblem, target: Target
 ) -> Iterator[BackwardConfig]:
-    for stages in (2, 3, 1):
-        for warpgroups in (2, 1):
-            for block_q in (64, 128):
-                yield BackwardConfig(block_q, stages, warpgroups)
-        yield BackwardConfig(64, stages, 2, deep=True)
+    for two_kernels in (False, True):
+        for stages in (2, 3, 1):
+            for warpgroups in (2, 1):
+                for block_q in (64, 128):
+                    yield BackwardConfig(
+                        block_q, stages, warpgroups, two_kernels=two_kernels
+                    )
+            yield BackwardConfig(64, stages, 2, deep=True, two_kernels=two_kernels)
 
 
 def _refuse_backward(
@@ -155,6 +159,11 @@ def _refuse_backward(
     reason = (_refuse_deep if config.deep else _refuse_parts)(problem, config)
     if reason is not None:
         return reason
+    if config.two_kernels:
+        smem = config.queries_shared_bytes(problem)
+        reason = _refuse_sizes(target, smem, 0, config.compute_warpgroups)
+        if reason is not None:
+            return reason
     registers = _backward_registers(problem, config)
     return _refuse_sizes(
         target,
@@ -166,7 +175,8 @@ def _refuse_backward(
 
 def _refuse_parts(problem: AttentionProblem, config: BackwardConfig) -> str | None:
     _, columns = config.dq_part(problem.head_dim)
-    if config.block_q not in (64, 64 * config.compute_warpgroups) or columns % 64:
+    fits = config.two_kernels or columns % 64 == 0
+    if config.block_q not in (64, 64 * config.compute_warpgroups) or not fits:
         return "the warpgroups' parts of dq are no whole tiles"
     return None
 
@@ -182,12 +192,12 @@ def _refuse_deep(problem: AttentionProblem, config: BackwardConfig) -> str | Non
 def _backward_registers(problem: AttentionProblem, config: BackwardConfig) -> int:
     if config.deep:  # one gradient and half of a tile's dq
         kept = config.block_kv * max(problem.head_dim, problem.value_dim)
-        part = config.block_q * problem.head_dim // 2
+        part = 0 if config.two_kernels else config.block_q * problem.head_dim // 2
         return round((kept + part) / WARPGROUP_THREADS) + OVERHEAD_REGISTERS
+    products = ("dk", "dv") if config.two_kernels else ("dk", "dv", "dq part")
     return work.backward_registers(
-        problem, config.block_q, config.block_kv, config.compute_warpgroups,
-        ("dk", "dv", "dq part"),
-    )  # fmt: skip
+        problem, config.block_q, config.block_kv, config.compute_warpgroups, products
+    )
 
 
 def _predict_backward(
@@ -195,14 +205,23 @@ def _predict_backward(
 ) -> Prediction:
     kernel = work.dkv_prediction(
         problem, config.block_q, config.block_kv, config.stages,
-        config.compute_warpgroups, target, CONSTANTS, has_dq=True,
+        config.compute_warpgroups, target, CONSTANTS, has_dq=not config.two_kernels,
     )  # fmt: skip
-    return add_predictions(
+    parts = [
         kernel,
         work.delta_prediction(problem, target, CONSTANTS),
-        work.dq_traffic_prediction(problem, target, CONSTANTS),
         work.group_prediction(problem, target, CONSTANTS),
-    )
+    ]
+    if not config.two_kernels:
+        return add_predictions(
+            *parts, work.dq_traffic_prediction(problem, target, CONSTANTS)
+        )
+    queries = config.queries_kernel(problem)
+    second = work.dq_prediction(
+        problem, queries.block_q, queries.block_kv, queries.stages,
+        queries.compute_warpgroups, target, CONSTANTS,
+    )  # fmt: skip
+    return add_predictions(*parts, second)
 
 
 def _runner(module: str, function: str) -> Callable[[Any, Any], Callable[..., Any]]:
@@ -258,8 +277,18 @@ def choose_forward(problem: AttentionProblem) -> ForwardConfig:
 
 
 @functools.cache
-def choose_backward(problem: AttentionProblem) -> BackwardConfig:
-    """Returns the configuration of the backward kernel; raises as `choose_forward`."""
+def choose_backward(
+    problem: AttentionProblem, deterministic: bool = False
+) -> BackwardConfig:
+    """Returns the configuration of the backward kernel.
+
+    Args:
+      problem: what is computed.
+      deterministic: one in which nothing is added in any order.
+
+    Raises:
+      UnsupportedError: none can run; says why.
+    """
     config = ConfigSelector(BACKWARD, Target.parse("h200")).select(problem).config
     assert isinstance(config, BackwardConfig)
-    return config
+    return replace(config, two_kernels=True) if deterministic else config
