@@ -16,7 +16,8 @@ _TOKENS = 16384  # of a batch: as FlashAttention's published benchmarks
 
 def _problem(batch, length, heads, kv_heads, depth, **parts) -> AttentionProblem:
     return AttentionProblem(
-        batch, length, length, heads, kv_heads, depth, parts.pop("value_dim", depth),
+        batch, length, parts.pop("k_len", length), heads, kv_heads, depth,
+        parts.pop("value_dim", depth),
         "bfloat16", scale=1 / math.sqrt(depth), **parts,
     )  # fmt: skip
 
@@ -45,6 +46,37 @@ def _features() -> tuple[AttentionProblem, ...]:
     )
 
 
+def _models() -> tuple[AttentionProblem, ...]:
+    """Layers of public models, at batch sizes that fill a GPU and that do not."""
+    keys = {"mask": (16, 1, 1, 512)}
+    return (
+        _problem(32, 197, 12, 12, 64),  # ViT-B/16, 224 pixels
+        _problem(8, 577, 16, 16, 64),  # ViT-L/14, 336 pixels
+        _problem(16, 512, 16, 16, 64, **keys),  # BERT-large with padding
+        _problem(8, 1024, 12, 12, 64, causal=True),  # GPT-2
+        _problem(4, 1500, 20, 20, 64),  # Whisper's encoder
+        _problem(4, 448, 20, 20, 64, k_len=1500),  # Whisper's decoder, across
+        _problem(2, 4096, 10, 10, 64),  # SDXL
+        _problem(2, 4096, 10, 10, 64, k_len=77),  # SDXL, of the text
+        _problem(1, 4608, 24, 24, 128),  # Flux
+        _problem(1, 2048, 32, 8, 128, causal=True),  # Llama 3 8B
+        _problem(2, 8192, 32, 8, 128, causal=True),
+        _problem(1, 8192, 64, 8, 128, causal=True),  # Llama 3 70B
+        _problem(4, 4096, 28, 4, 128, causal=True),  # Qwen2.5 7B
+        _problem(4, 8192, 32, 8, 128, causal=True, window=(4095, None)),  # Mistral 7B
+        _problem(2, 4096, 8, 4, 256, causal=True, softcap=50.0),  # Gemma 2 2B
+        _problem(2, 8192, 16, 8, 256, causal=True, window=(4095, None)),  # Gemma 2 9B
+        _problem(1, 16384, 4, 1, 256, causal=True, window=(511, None)),  # Gemma 3 1B
+        _problem(4, 4096, 16, 16, 192, value_dim=128, causal=True),  # DeepSeek V2 Lite
+        _problem(4, 2048, 9, 3, 64, causal=True),  # SmolLM2 135M
+        _problem(8, 512, 12, 12, 64, bias=(1, 12, 512, 512), bias_dtype="bfloat16"),
+        _problem(1, 2048, 16, 16, 128, causal=True, segments=True),  # packed
+        _problem(4, 4096, 16, 16, 128, causal=True, segments=True),
+        _problem(2, 1024, 64, 64, 128, causal=True),
+        _problem(1, 512, 32, 32, 128),
+    )
+
+
 def _small() -> tuple[AttentionProblem, ...]:
     return _problem(1, 512, 4, 4, 64), _problem(1, 512, 4, 2, 128, causal=True)
 
@@ -52,6 +84,7 @@ def _small() -> tuple[AttentionProblem, ...]:
 PRESETS: Mapping[str, Callable[[], tuple[AttentionProblem, ...]]] = {
     "grid": _grid,
     "features": _features,
+    "models": _models,
     "small": _small,
 }
 
