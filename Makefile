@@ -2,6 +2,7 @@
 # machine: scripts/bootstrap.sh finds it and makes .venv, once.
 VENV := .venv
 VENV_JAX012 := .venv-jax012
+VENV_CUDA := .venv-cuda
 PYTHON_RUN := $(VENV)/bin/python
 
 # More than 4 workers make the suite no faster: every compile is itself parallel.
@@ -16,7 +17,7 @@ CI_SMOKE := $(if $(filter true 1,$(CI)),test-jax012)
 # Two installs at once would write the same build folder.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-jax012 demo test test-all test-compile test-jax012 lint format \
+.PHONY: help venv venv-jax012 venv-cuda demo test test-all test-compile test-jax012 lint format \
   clean
 
 help:
@@ -37,6 +38,11 @@ venv-jax012:
 	@sh scripts/bootstrap.sh $(VENV_JAX012) constraints-jax012.txt \
 	  -e . equinox flax hypothesis optax pytest pytest-xdist setuptools
 
+# JAX's CUDA plugin alone compiles for a GPU; CUDA's own libraries only run there.
+venv-cuda:
+	@sh scripts/bootstrap.sh $(VENV_CUDA) constraints.txt \
+	  -e . hypothesis jax-cuda13-plugin jax-cuda13-pjrt pytest
+
 demo: venv
 	$(PYTHON_RUN) examples/01_train_step.py
 	$(PYTHON_RUN) examples/02_zero_code.py
@@ -49,7 +55,7 @@ test-all: venv $(CI_SMOKE)
 	$(PYTHON_RUN) -m pytest $(PYTEST_OPTIONS) $(PYTEST_ARGS)
 
 # In one process: libtpu is loaded once, and the compiles share its cores anyway.
-test-compile: venv
+test-compile: venv venv-cuda
 	$(PYTHON_RUN) -m pytest -m compile_kernels tests/test_compile_kernels.py
 
 test-jax012: venv-jax012

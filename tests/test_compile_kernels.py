@@ -9,9 +9,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import jax
 import pytest
 from attention_sites import biased, make_spec
+from cuda_python import MISSING, cuda_python, run_with_cuda
 from jax.sharding import SingleDeviceSharding
 
 from hlo_tools.composites import AttentionSpec
@@ -99,13 +97,61 @@ def tpu_grad(spec: AttentionSpec, target: Target) -> Call:
     return both, (dout, *site_shapes(spec))
 
 
-def family_kernel(name: str, target: Target) -> Call:
-    """The smallest preset, with the configuration that the selector picks."""
+def family_kernel(
+    name: str, target: Target, changes: dict[str, Any], fields: dict[str, Any]
+) -> Call:
+    """The smallest preset with other fields, and the selector's pick with others."""
     family = load_family(name)
-    problem = family.presets["small"]()[-1]
+    problem = dataclasses.replace(family.presets["small"]()[-1], **fields)
     config = ConfigSelector(family, target).select(problem).config
+    config = dataclasses.replace(config, **changes)
     inputs = functools.partial(family.make_inputs, problem, 0)
     return family.run(problem, config), jax.eval_shape(inputs)
+
+
+# What else the Hopper kernels do: name -> other choices, other fields of the problem.
+FLAT = {"head_dim": 64, "value_dim": 64}
+DEEP = {"head_dim": 256, "value_dim": 256}
+SIDES = {"bias": (1, 4, 512, 512), "bias_dtype": "float32", "mask": (1, 1, 512, 512)}
+PARTS = {
+    "segments": True, "k_lengths": True, "softcap": 30.0, "window": (99, None),
+    "dtype": "float16",
+}  # fmt: skip
+HOPPER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "attention-forward": {
+        "": ({}, {}),
+        ", persistent": ({"persistent": True}, {}),
+        ", overlap": ({"overlap": True, "block_kv": 64}, {}),
+        ", three warpgroups": (
+            {"compute_warpgroups": 3, "block_kv": 64}, FLAT,
+        ),
+        ", head dim 256": ({}, DEEP),
+        ", bias and mask": ({}, SIDES),
+        ", everything else": ({}, PARTS),
+    },
+    "attention-backward": {
+        "": ({}, {}),
+        ", two kernels": ({"two_kernels": True}, {}),
+        ", head dim 64": ({}, {**FLAT, "causal": False}),
+        ", head dim 256": ({}, DEEP),
+        ", head dim 256, two kernels": ({"two_kernels": True}, DEEP),
+        ", bias and mask": ({}, SIDES),
+        ", everything else": ({}, PARTS),
+    },
+}  # fmt: skip
+
+
+def hopper_rows() -> dict[str, Kernel]:
+    """The rows of `HOPPER`."""
+    return {
+        name + what: Kernel(
+            "gpu",
+            functools.partial(family_kernel, name, changes=changes, fields=fields),
+            f"pallas_kernels.attention.gpu_{name.removeprefix('attention-')}",
+        )
+        for name, rows in HOPPER.items()
+        for what, (changes, fields) in rows.items()
+    }
 
 
 KERNELS: dict[str, Kernel] = {
@@ -126,13 +172,7 @@ KERNELS: dict[str, Kernel] = {
         functools.partial(tpu_grad, site(causal=True)),
         "pallas_kernels.attention.tpu_grad",
     ),
-    **{
-        name: Kernel("gpu", functools.partial(family_kernel, name), module)
-        for name, module in {
-            "attention-forward": "pallas_kernels.attention.gpu_forward",
-            "attention-backward": "pallas_kernels.attention.gpu_backward",
-        }.items()
-    },
+    **hopper_rows(),
 }
 PAIRS = [(name, t) for name, row in KERNELS.items() for t in TARGETS[row.platform]]
 
@@ -163,28 +203,32 @@ def missing(name: str, target: str) -> str | None:
     if row.platform == "tpu":
         found = importlib.util.find_spec("libtpu")
         return None if found else "no libtpu: pip install 'hlo-tools[tpu]'"
-    plugins = importlib.util.find_spec("jax_plugins")
-    if not plugins or not importlib.util.find_spec("jax_plugins.xla_cuda13"):
-        return "no CUDA plugin: pip install 'hlo-tools[cuda]'"
+    if cuda_python() is None:
+        return MISSING
     return None
 
 
-def in_own_process(name: str, target: str, topology: Path) -> str:
-    """`compile_pair` where the CUDA plugin may be loaded; once loaded, it stays."""
+@functools.cache
+def compiled_with_cuda(target: str, topology: Path) -> dict[str, str]:
+    """Compiles all rows of `KERNELS` for a GPU, where the CUDA plugin is."""
     program = (
-        "import json, test_compile_kernels as t; from hlo_tools.targets import Target;"
-        f"target = Target.topology({target!r}, {str(topology)!r});"
-        f"print(json.dumps(t.compile_pair({name!r}, target)))"
+        "import json, sys; import test_compile_kernels as t;"
+        "print(json.dumps(t.compile_gpu_rows(*sys.argv[1:])))"
     )
-    folder = Path(__file__).parent
-    paths = os.pathsep.join([str(folder), str(folder.parent)])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": paths},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    found = run_with_cuda(program, target, str(topology))
+    return json.loads(found.splitlines()[-1])
+
+
+def compile_gpu_rows(target: str, topology: str) -> dict[str, str]:
+    """Returns name -> what `compile_pair` returns, or the error."""
+    found = {}
+    for name, row in KERNELS.items():
+        if row.platform == "gpu":
+            try:
+                found[name] = compile_pair(name, Target.topology(target, topology))
+            except Exception as error:  # of compilers; the other rows go on
+                found[name] = f"{type(error).__name__}: {error}"[:3000]
+    return found
 
 
 @pytest.mark.parametrize(("name", "target"), PAIRS)
@@ -203,7 +247,7 @@ def test_compiles(name: str, target: str, request, record_property) -> None:
         pytest.skip(outcome(f"skipped: {reason}").removeprefix("skipped: "))
     outcome("failed")  # unless something better follows
     if target in TOPOLOGIES:
-        found = in_own_process(name, target, folder / TOPOLOGIES[target])
+        found = compiled_with_cuda(target, folder / TOPOLOGIES[target])[name]
     else:
         found = compile_pair(name, Target.topology(target))
     outcome(found)

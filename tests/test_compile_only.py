@@ -4,16 +4,14 @@ Kernels compile for real here (layouts, VMEM, ptxas); nothing runs.
 """
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_sites import biased, make_spec, masked
+from cuda_python import MISSING, cuda_python, run_with_cuda
 from gradient_sites import QKV, half_bias
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -128,26 +126,15 @@ def compile_gradients(device, implementation: str) -> None:
 
 def run_on_h200_topology(shared_dir, statements: str) -> str:
     """Runs statements in a process of their own: the plugin, once loaded, stays."""
-    plugins = importlib.util.find_spec("jax_plugins")
-    if not plugins or not importlib.util.find_spec("jax_plugins.xla_cuda13"):
-        pytest.skip("no CUDA plugin: pip install 'hlo-tools[cuda]'")
+    if cuda_python() is None:
+        pytest.skip(MISSING)
     topology = str(shared_dir / "targets/h200_topology.bin")
     program = (
-        "import test_compile_only as t; from hlo_tools.targets import Target;"
-        f"target = Target.topology('h200', {topology!r});" + statements
+        "import sys; import test_compile_only as t;"
+        "from hlo_tools.targets import Target;"
+        "target = Target.topology('h200', sys.argv[1]);" + statements
     )
-    folder = os.path.dirname(__file__)
-    paths = os.pathsep.join([folder, os.path.dirname(folder)])
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
+    return run_with_cuda(program, topology)
 
 
 def test_h200(shared_dir):
