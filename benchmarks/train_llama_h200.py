@@ -7,6 +7,7 @@ AdamW step:
     naive    the naive model under jax.jit
     staged   the same naive model under hlo_tools.jit
     cudnn    the hand-placed cuDNN model under jax.jit
+    bound_to_cudnn  (--modes) as staged, with cuDNN as the only implementation
 
 For each (batch, length): the loss over some steps from one initial state on the same
 fresh tokens, then step times, the three modes in turn on one state.
@@ -19,6 +20,7 @@ runs the same logic with a tiny model anywhere, without the cuDNN mode.
 """
 
 import argparse
+import contextlib
 import datetime
 import gc
 import importlib.metadata
@@ -27,13 +29,16 @@ import os
 import statistics
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
 
 import hlo_tools
+from hlo_tools import binding
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "baselines/train_llama_0.9b.py"
@@ -42,8 +47,11 @@ TINY = {"V": 256, "d": 128, "L": 2, "h": 4, "hk": 2, "f": 256}
 MODES = {
     "naive": ("naive", jax.jit),
     "staged": ("naive", hlo_tools.jit),
+    "bound_to_cudnn": ("naive", hlo_tools.jit),
     "cudnn": ("cudnn", jax.jit),
 }
+# mode -> the implementations of attention that it may use; all where none are named
+ONLY = {"bound_to_cudnn": ("cudnn",)}
 GOAL_OVER_CUDNN = 0.98
 
 
@@ -78,13 +86,25 @@ def compiled(module, mode: str, batch: int, length: int, sizes: dict):
     start = time.perf_counter()
     lowered = jit(step, donate_argnums=(0, 1)).lower(*arguments)
     middle = time.perf_counter()
-    program = lowered.compile()
+    with only_implementations(ONLY.get(mode)):
+        program = lowered.compile()
     row = {
         "lower_s": middle - start,
         "compile_s": time.perf_counter() - middle,
         "temp_gib": program.memory_analysis().temp_size_in_bytes / 2**30,
     }
     return program, init, row
+
+
+@contextlib.contextmanager
+def only_implementations(names: tuple[str, ...] | None) -> Iterator[None]:
+    """Leaves sites of attention no implementation but these."""
+    table = binding.IMPLEMENTATIONS["hlo_tools.attention"]
+    rows = {name: x for name, x in table.items() if names is None or name in names}
+    with mock.patch.dict(table, rows, clear=True):
+        binding.load_implementations.cache_clear()
+        yield
+    binding.load_implementations.cache_clear()
 
 
 def losses_of(program, state, batches) -> list[float]:
@@ -152,7 +172,7 @@ def compared(rows: dict) -> dict:
     """Returns the ratios that the goals are about."""
     found: dict = {}
     staged = rows["staged"]
-    for other in ("cudnn", "naive"):
+    for other in ("cudnn", "bound_to_cudnn", "naive"):
         row = rows.get(other, {})
         if "step_ms" in row and "step_ms" in staged:
             found[f"speed_over_{other}"] = row["step_ms"] / staged["step_ms"]

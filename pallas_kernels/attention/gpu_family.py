@@ -76,7 +76,8 @@ def _forward_space(
         for warpgroups in (2, 3, 1):
             for block_kv in KEY_BLOCKS:
                 for persistent in (False, True):
-                    for overlap in (False, True):
+                    # persistent blocks have no registers left for an overlap
+                    for overlap in (False,) if persistent else (False, True):
                         yield ForwardConfig(
                             block_kv, stages, warpgroups, persistent, overlap
                         )
@@ -130,8 +131,6 @@ def _schedule_factor(problem: AttentionProblem, config: ForwardConfig) -> float:
         factor *= 1.03 if banded else 0.99
     if config.overlap:
         factor *= 0.97 if deep or (flat and not banded) else 1.03
-    if config.persistent and config.overlap:
-        factor *= 1.03
     return factor
 
 
