@@ -69,6 +69,21 @@ def test_value_and_gradients():
     assert set(report.sites[0].gradient["wanted"]) == {"q", "k", "v"}
 
 
+@pytest.mark.parametrize("places", [(0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0)])
+@pytest.mark.parametrize("policy", [None, POLICIES.nothing_saveable])
+def test_one_array_in_several_places(places, policy):
+    """As shared keys and queries, or a latent that is keys and values."""
+
+    def core(*inputs):
+        return attention(*(inputs[place] for place in places))
+
+    if policy is not None:
+        core = jax.checkpoint(core, policy=policy)
+    numbers = tuple(sorted(set(places)))
+    report = agree(jax.grad(square(core), numbers), *arrays(*QKV[:2]))
+    assert_pairs(report, 1)
+
+
 @pytest.mark.parametrize("wanted", [0, 1, 2, (0, 1), (1, 2)])
 def test_some_gradients(wanted):
     report = agree(jax.value_and_grad(square(attention), wanted), *arrays(*QKV))
@@ -148,7 +163,19 @@ def divided_last(q, k, v):
     return out.transpose(0, 2, 1, 3)
 
 
-@pytest.mark.parametrize("core", [manual, divided_last])
+def by_logsumexp(q, k, v):
+    """jax.nn.logsumexp guards its maximum and looks at the sign of its sum."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q * D**-0.5, k)
+    powers = jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True))
+    return jnp.einsum("bhqk,bkhd->bqhd", powers, v)
+
+
+def by_log_softmax(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q * D**-0.5, k)
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(jax.nn.log_softmax(scores)), v)
+
+
+@pytest.mark.parametrize("core", [manual, divided_last, by_logsumexp, by_log_softmax])
 def test_softmaxes_by_hand(core):
     assert_pairs(agree(jax.value_and_grad(square(core), (0, 1, 2)), *arrays(*QKV)), 1)
 

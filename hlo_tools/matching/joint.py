@@ -233,10 +233,16 @@ def joint_module(
             function = func.FuncOp("main", (types, results))
             body = function.add_entry_block()
         with ir.InsertionPoint(body):
-            mapping: dict = dict(enumerate(body.arguments))
+            # one array in two places, such as shared keys and values, is one argument
+            firsts: dict = {}
+            inputs = [
+                firsts.setdefault(value, argument)
+                for value, argument in zip(values, body.arguments, strict=True)
+            ]
+            mapping: dict = dict(enumerate(inputs))
             outs = []
             if forward is not None:
-                inputs = list(body.arguments)[:count]
+                inputs = inputs[:count]
                 outs = _copy_body(functions[_callee(forward)], inputs)
                 mapping[forward.results[0]] = outs[0]
             rest = iter(list(body.arguments)[count:])

@@ -84,6 +84,7 @@ class Polynomials:
         return None if found is None or found is expr else found
 
     def _boolean(self, expr: Expr) -> Poly:
+        expr = self._looked(expr)
         if expr.kind == "op" and expr.name == "not":
             return Poly.const(1.0) - self.of(expr.args[0])
         if expr.kind == "op" and expr.name == "and":
@@ -97,6 +98,9 @@ class Polynomials:
         """Returns a comparison of floats; each has one spelling (also for NaN)."""
         if direction == "NE":
             return Poly.const(1.0) - self.comparison("EQ", left, right)
+        if direction == "GE" and self._sums_exponentials(left):
+            if not self.of(right).terms:  # zero
+                return Poly.const(1.0)
         backward = direction in ("LT", "LE")
         if backward or (direction == "EQ" and left.serial > right.serial):
             left, right = right, left
@@ -126,6 +130,8 @@ class Polynomials:
             return chosen * left + (Poly.const(1.0) - chosen) * right
         if name == "exponential":
             return self.exponential(args[0])
+        if name == "abs" and self._sums_exponentials(args[0]):
+            return self.of(args[0])
         return self.applied(name, tuple(self.of(arg) for arg in args))
 
     def applied(self, name: str, args: tuple[Poly, ...]) -> Poly:
@@ -184,6 +190,18 @@ class Polynomials:
         if expr.kind == "op" and expr.name == "abs":
             return expr.args[0]
         return expr
+
+    def _sums_exponentials(self, expr: Expr) -> bool:
+        """Returns whether an expression is a sum of exponentials: never negative."""
+        expr = self._looked(expr)
+        if expr.kind != "reduce" or expr.name != "add":
+            return False
+        _, _, operand, inner, dims = expr.data
+        index = self._summed_index(operand, inner, sorted(dims))
+        if index is None:
+            return False
+        body = self._looked(self.reader.read(operand, index))
+        return body.kind == "op" and body.name == "exponential"
 
     def _looked(self, expr: Expr) -> Expr:
         expr = strip_converts(expr)

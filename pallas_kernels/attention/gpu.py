@@ -69,7 +69,7 @@ def unsupported_backward(
         return reason
     if wants_bias and _is_deep(problem):
         return f"no gradient of a bias for head dims above {FLAT_DEPTH}"
-    return _refusal(lambda: gpu_family.choose_backward(_whole_backward(problem)))
+    return _refusal(lambda: gpu_family.choose_backward(whole_backward(problem)))
 
 
 def forward_config(problem: AttentionProblem) -> ForwardConfig:
@@ -111,7 +111,8 @@ def _backward_multiple(problem: AttentionProblem) -> int:
     return DEPTH_MULTIPLE * (2 if _is_deep(problem) else 1)
 
 
-def _whole_backward(problem: AttentionProblem) -> AttentionProblem:
+def whole_backward(problem: AttentionProblem) -> AttentionProblem:
+    """Returns a problem as the backward kernels have it."""
     return _whole(problem, _backward_multiple(problem))
 
 
@@ -159,11 +160,11 @@ def _backward(
     if operands.q_lengths is not None:  # a sink gives these rows an lse
         lse = jnp.where(_inside(problem, operands)[:, None], lse, jnp.inf)
     if not isinstance(config, BackwardConfig):  # that of the forward kernel, or none
-        config = gpu_family.choose_backward(_whole_backward(problem), deterministic)
+        config = gpu_family.choose_backward(whole_backward(problem), deterministic)
     elif deterministic:
         config = dataclasses.replace(config, two_kernels=True)
     found = flash_backward(
-        _whole_backward(problem),
+        whole_backward(problem),
         config,
         _whole_operands(operands, _backward_multiple(problem)),
         lse,
