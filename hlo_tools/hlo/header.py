@@ -1,10 +1,10 @@
 """What stands before the computations of a module: its header and source tables."""
 
 import re
+from typing import NamedTuple
 
 from hlo_tools.hlo import attributes as read
 from hlo_tools.hlo import lexer
-from hlo_tools.hlo.ir import Alias
 from hlo_tools.hlo.shapes import Shape
 from hlo_tools.hlo.stack import StackTables
 
@@ -14,6 +14,22 @@ _ROW = re.compile(rf"\s*+(\d+)[ \t]++({lexer.STRING}|\{{[^{{}}]*+\}})")
 _ALIAS = re.compile(
     r"\{([\d,\s]*)\}\s*:\s*\(\s*(\d+)\s*,\s*\{([\d,\s]*)\}\s*(?:,\s*([\w\-]+))?\s*\)"
 )
+
+
+class Alias(NamedTuple):
+    """A result that takes the buffer of a parameter.
+
+    Attributes:
+        output: index of the result in the output tuple.
+        parameter: number of the parameter.
+        index: index inside the parameter.
+        kind: "may-alias" or "must-alias".
+    """
+
+    output: tuple[int, ...]
+    parameter: int
+    index: tuple[int, ...]
+    kind: str
 
 
 def parse_table(text: str, position: int, stack: StackTables) -> int | None:

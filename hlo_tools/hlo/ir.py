@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from hlo_tools.hlo import attributes as read
 from hlo_tools.hlo.attributes import Metadata, Sharding
+from hlo_tools.hlo.header import Alias, parse_aliases, parse_entry_layout
 from hlo_tools.hlo.shapes import UNKNOWN_SHAPE, Shape
 from hlo_tools.hlo.stack import SourceFrame, StackTables
 
@@ -271,22 +272,6 @@ class HloComputation:
         return print_computation(self)
 
 
-class Alias(NamedTuple):
-    """A result that takes the buffer of a parameter.
-
-    Attributes:
-        output: index of the result in the output tuple.
-        parameter: number of the parameter.
-        index: index inside the parameter.
-        kind: "may-alias" or "must-alias".
-    """
-
-    output: tuple[int, ...]
-    parameter: int
-    index: tuple[int, ...]
-    kind: str
-
-
 @dataclass(slots=True, eq=False)
 class HloModule:
     """A module: computations, and what the header says.
@@ -341,15 +326,11 @@ class HloModule:
     @property
     def input_output_alias(self) -> tuple[Alias, ...]:
         """Results that take the buffer of a parameter."""
-        from hlo_tools.hlo.header import parse_aliases
-
         return parse_aliases(self.attributes.get("input_output_alias", ""))
 
     @property
     def entry_layout(self) -> tuple[tuple[Shape, ...], Shape] | None:
         """Shapes with layouts of the parameters and of the result."""
-        from hlo_tools.hlo.header import parse_entry_layout
-
         return parse_entry_layout(self.attributes.get("entry_computation_layout", ""))
 
     @property
