@@ -155,8 +155,7 @@ class _Diff:
                     d
                     for d in details
                     if d.aspect != "constant"
-                    or not (ratios and follows_sizes(d, ratios))
-                    and not is_resized
+                    or (not (ratios and follows_sizes(d, ratios)) and not is_resized)
                 ]
                 is_resized |= len(kept) < len(details)
                 details = kept
@@ -197,9 +196,7 @@ class _Diff:
         near = [(i, j)]
         nodes = self.matching.a.nodes[i], self.matching.b.nodes[j]
         near += zip(nodes[0].operands, nodes[1].operands, strict=False)
-        return any(
-            pair in self.changes and self.changes[pair].sizes for pair in near
-        )
+        return any(pair in self.changes and self.changes[pair].sizes for pair in near)
 
     def pair(self, i: int, j: int) -> tuple[Any, Any]:
         nodes = self.matching.a.nodes[i], self.matching.b.nodes[j]
@@ -246,7 +243,9 @@ class _Diff:
         ):
             found = grouping_of.annotations(grouping, keys)
             self.note(aspect, found, f"instructions with another {aspect}")
-        self.note("control", self.other_control(grouping), "other predecessors to wait for")
+        self.note(
+            "control", self.other_control(grouping), "other predecessors to wait for"
+        )
         count, words = grouping_of.other_aliases(self.matching)
         if count and "aliasing" not in self.ignored:
             text = f"results that take another parameter's buffer: {', '.join(words)}"

@@ -139,9 +139,7 @@ def _compare_operands(matching: Matching, a: Node, b: Node, change: PairChange) 
     for x, y in rewired:
         before = matching.a.nodes[x].instruction
         after = matching.b.nodes[y].instruction
-        change.details.append(
-            Detail("operands", _describe(before), _describe(after))
-        )
+        change.details.append(Detail("operands", _describe(before), _describe(after)))
 
 
 def _compare_operand_counts(
@@ -191,7 +189,7 @@ def follows_sizes(detail: Detail, ratios: list[float]) -> bool:
     if not before or not after or before * after < 0:
         return False
     ratio = after / before
-    known = [r ** power for r in ratios for power in (1, -1, 0.5, -0.5)]
+    known = [r**power for r in ratios for power in (1, -1, 0.5, -0.5)]
     return any(math.isclose(ratio, k, rel_tol=1e-5) for k in known)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hlo_tools.hlo import diff_labels
-from hlo_tools.hlo.diff_graph import OUTPUT, Graph, Instance
 from hlo_tools.hlo.diff_changes import VIRTUAL
+from hlo_tools.hlo.diff_graph import OUTPUT, Graph, Instance
 from hlo_tools.hlo.diff_match import NONE, Matching
 from hlo_tools.hlo.diff_result import InstructionRef, Note
 from hlo_tools.hlo.ir import HloInstruction

@@ -17,8 +17,6 @@ from hlo_tools.hlo.diff_labels import COMMUTATIVE
 from hlo_tools.hlo.ir import HloInstruction
 
 NONE = -1
-# Opcodes that hold no place in a program: they are matched by their users, late.
-_SMALL = frozenset(("constant", "broadcast", "iota", "bitcast", "reshape"))
 
 
 class Interner:
@@ -39,6 +37,7 @@ class Matching:
         to_b, to_a: for each node the other's index, or `NONE`.
         exact, loose: for each node of a and of b its label's number.
         values, loose_values: the same for all that it is computed from.
+        fixed: whether they are made of constants alone.
         parameters: nodes of the parameters that are matched.
     """
 
@@ -50,7 +49,7 @@ class Matching:
         self.intern = intern = Interner()
         self.exact = tuple([intern(n.exact) for n in g.nodes] for g in (a, b))
         self.loose = tuple([intern(n.loose) for n in g.nodes] for g in (a, b))
-        self._small = tuple([n.opcode in _SMALL for n in g.nodes] for g in (a, b))
+        self.fixed = tuple([_fixed(g) for g in (a, b)])
         # of each node, what it is computed from; set by `match`
         self.values: tuple[list[int], list[int]] = ([], [])
         self.loose_values: tuple[list[int], list[int]] = ([], [])
@@ -67,16 +66,15 @@ class Matching:
 
     # -- by fingerprint ---------------------------------------------------------
 
-    def match_groups(
-        self, keys: tuple[Sequence[int], Sequence[int]], spread: Sequence[Sequence[int]]
-    ) -> None:
-        """Matches nodes with equal keys.
+    def match_groups(self, keys: Sequence[Sequence[int]], fixed: bool = False) -> None:
+        """Matches nodes with equal keys, and what is around them.
 
         Args:
             keys: for each node of a and of b; equal where they may be matched.
-            spread: keys that operands and users of a match must have in common.
+            fixed: of what is made of constants alone, or of anything else.
         """
-        groups = self._groups(keys)
+        groups = self._groups(keys, fixed)
+        spread = keys
         for left, right in groups:
             if len(left) == len(right) == 1:
                 self.add(left[0], right[0])
@@ -86,17 +84,16 @@ class Matching:
                 self._match_group(left, right, spread)
 
     def _groups(
-        self, keys: tuple[Sequence[int], Sequence[int]]
+        self, keys: Sequence[Sequence[int]], fixed: bool
     ) -> list[tuple[list[int], list[int]]]:
-        """Free nodes of equal keys, larger values before constants."""
+        """Free nodes of equal keys, those of many candidates last."""
         found: dict[int, tuple[list[int], list[int]]] = {}
         for side, taken in enumerate((self.to_b, self.to_a)):
             for index, key in enumerate(keys[side]):
-                if taken[index] == NONE:
+                if taken[index] == NONE and self.fixed[side][index] == fixed:
                     found.setdefault(key, ([], []))[side].append(index)
         groups = [group for group in found.values() if group[0] and group[1]]
-        small = self._small[0]
-        groups.sort(key=lambda group: (small[group[0][0]], len(group[0])))
+        groups.sort(key=lambda group: len(group[0]))
         return groups
 
     def _match_group(
@@ -209,16 +206,22 @@ class Matching:
                     break
 
     def drop_strangers(self) -> None:
-        """Undoes matches of nodes that differ and have no neighbor in common."""
-        for i, j in enumerate(self.to_b):
-            if j == NONE or self.exact[0][i] == self.exact[1][j]:
+        """Undoes matches of nodes that differ and have no neighbor in common, and of
+        differing constants, and what is made of them, without a user in common."""
+        for i in reversed(range(len(self.to_b))):
+            j = self.to_b[i]
+            first, second = self.a.nodes[i], self.b.nodes[max(j, 0)]
+            if j == NONE or first.opcode in ("parameter", OUTPUT):
                 continue
-            first, second = self.a.nodes[i], self.b.nodes[j]
-            if first.opcode == "parameter":
+            fixed = self.fixed[0][i] and self.fixed[1][j]
+            if fixed and self.values[0][i] == self.values[1][j]:
+                continue
+            if not fixed and self.exact[0][i] == self.exact[1][j]:
                 continue
             near = {self.to_b[o] for o in first.operands} & set(second.operands)
             users = {self.to_b[u] for u, _ in first.users}
-            if not near and not users & {u for u, _ in second.users}:
+            users &= {u for u, _ in second.users}
+            if not users and (fixed or not near):
                 self.to_b[i] = self.to_a[j] = NONE
 
     # -- fingerprints -----------------------------------------------------------
@@ -281,6 +284,18 @@ def _position(node: Node, position: int) -> int:
     return 0 if node.opcode in COMMUTATIVE else position
 
 
+def _fixed(graph: Graph) -> list[bool]:
+    """For each node whether it is the same in every run: made of constants alone."""
+    fixed: list[bool] = []
+    for node in graph.nodes:
+        if node.opcode in ("constant", "iota"):
+            fixed.append(True)
+        else:
+            ops = node.operands
+            fixed.append(bool(ops) and all(fixed[o] for o in ops))
+    return fixed
+
+
 def match(a: Graph, b: Graph) -> Matching:
     """Matches two graphs: what is the same first, then what changed a little."""
     matching = Matching(a, b)
@@ -311,10 +326,12 @@ def match(a: Graph, b: Graph) -> Matching:
             ]
             for side in (0, 1)
         )
-        matching.match_groups(both, both)
-        matching.match_groups(down, down)
-        matching.match_groups(up, up)
-        matching.spread_again(labels)
+        # Constants are the same everywhere: what uses them tells them apart.
+        for fixed in (False, True):
+            matching.match_groups(both, fixed)
+            matching.match_groups(down, fixed)
+            matching.match_groups(up, fixed)
+            matching.spread_again(labels)
     matching.match_replaced()
     matching.spread_again(matching.loose)
     matching.match_replaced()

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable
 
 from hlo_tools.hlo.diff_changes import VIRTUAL, PairChange
-from hlo_tools.hlo.diff_graph import OUTPUT, Graph, Node
+from hlo_tools.hlo.diff_graph import OUTPUT, Node
 from hlo_tools.hlo.diff_labels import COMMUTATIVE
 from hlo_tools.hlo.diff_match import NONE, Matching
 from hlo_tools.hlo.diff_result import Change, Cost, InstructionRef, Place
@@ -27,9 +27,7 @@ def find_places(
 class _Places:
     """The regions of changed nodes, joined as they are found to hang together."""
 
-    def __init__(
-        self, matching: Matching, changed: dict[tuple[int, int], PairChange]
-    ):
+    def __init__(self, matching: Matching, changed: dict[tuple[int, int], PairChange]):
         self.matching = matching
         self.graphs = matching.a, matching.b
         self.taken = matching.to_b, matching.to_a
@@ -42,7 +40,7 @@ class _Places:
         for i, j in changed:
             self.parent[0, i] = (0, i)
             self.parent[1, j] = (1, j)
-        self.fixed = tuple(_fixed(graph) for graph in self.graphs)
+        self.fixed = matching.fixed
 
     def find(self, key: _Key) -> _Key:
         root = key
@@ -124,8 +122,10 @@ class _Places:
         for keys in begins.values():
             first = [key for key in keys if key[0] == 0]
             second = [key for key in keys if key[0] == 1]
-            if len({self.find(k) for k in first}) == 1 == len(
-                {self.find(k) for k in second}
+            if (
+                len({self.find(k) for k in first})
+                == 1
+                == len({self.find(k) for k in second})
             ):
                 self.join(first[0], second[0])
 
@@ -237,18 +237,6 @@ class _Places:
         )
         text = repr((sorted(parts), details))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _fixed(graph: Graph) -> list[bool]:
-    """For each node whether it is the same in every run: made of constants alone."""
-    fixed: list[bool] = []
-    for node in graph.nodes:
-        if node.opcode in ("constant", "iota"):
-            fixed.append(True)
-        else:
-            ops = node.operands
-            fixed.append(bool(ops) and all(fixed[o] for o in ops))
-    return fixed
 
 
 def _collapse(places: list[Place]) -> list[Place]:

@@ -221,7 +221,8 @@ class DiffResult:
     @property
     def where(self) -> tuple[str, ...]:
         """op_names of what changed, on both sides."""
-        every = [p for place in self.places for p in (place, *place.repeats)]
+        major = [place for place in self.places if place.kind not in MINOR_PLACES]
+        every = [p for place in major for p in (place, *place.repeats)]
         return _distinct(
             name for p in every for side in "ab" for name in p.op_names(side)
         )
