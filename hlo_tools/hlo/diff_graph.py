@@ -85,6 +85,20 @@ class Graph:
     instances: list[Instance] = field(default_factory=list)
     parameters: dict[int, int] = field(default_factory=dict)
 
+    def op_name(self, node: Node) -> str:
+        """Path of names in the user's program; that of a function that was lowered by
+        itself begins where it is called."""
+        name = node.instruction.op_name
+        number = node.instance
+        while self.instances[number].caller is not None:
+            caller = self.instances[number].caller
+            outer = caller.op_name if caller is not None else ""
+            if caller is not None and caller.opcode == "call" and outer:
+                if name.split("/")[0] != outer.split("/")[0]:
+                    name = f"{outer}/{name}" if name else outer
+            number = self.instances[number].parent
+        return name
+
 
 def flatten(module: HloModule) -> Graph:
     """The graph of a module: of its entry, then of what nothing calls."""

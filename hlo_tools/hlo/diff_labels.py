@@ -8,6 +8,7 @@ for another batch or in another precision has the same labels.
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Hashable
 
@@ -110,39 +111,41 @@ def labels(
     return exact, loose
 
 
+def digest(value: object) -> str:
+    """A short text that is equal for equal values, in every process."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
 def computation_labels(
     computation: HloComputation, seen: frozenset[str] = frozenset()
-) -> tuple[Hashable, Hashable]:
-    """The exact and the loose form of a whole computation, as its root's.
+) -> tuple[str, str]:
+    """The exact and the loose digest of a whole computation, as its root's.
 
     Args:
         computation: of a reduction, say.
         seen: computations around it, which it can not call.
     """
     if computation.name in seen:
-        return ("recursive",), ("recursive",)
+        return "recursive", "recursive"
     seen = seen | {computation.name}
-    values: dict[str, tuple[Hashable, Hashable]] = {}
+    values: dict[str, tuple[str, str]] = {}
     for instruction in computation:
         inner = called_labels(instruction, seen)
         exact, loose = labels(instruction, inner)
         operands = [
-            values.get(name, (("undefined",), ("undefined",)))
+            values.get(name, ("undefined", "undefined"))
             for name in instruction.operand_names
         ]
         both = []
         for which, label in enumerate((exact, loose)):
-            parts = [hash(operand[which]) for operand in operands]
+            parts = [operand[which] for operand in operands]
             if instruction.opcode in COMMUTATIVE:
                 parts.sort()
             number = instruction.parameter_number
-            both.append((label, number, tuple(parts)))
+            both.append(digest((label, number, tuple(parts))))
         values[instruction.name] = (both[0], both[1])
     root = computation.root
-    if root is None:
-        return ("incomplete",), ("incomplete",)
-    exact, loose = values[root.name]
-    return hash(exact), hash(loose)
+    return ("incomplete", "incomplete") if root is None else values[root.name]
 
 
 def called_labels(

@@ -54,7 +54,7 @@ class Matching:
         self.values: tuple[list[int], list[int]] = ([], [])
         self.loose_values: tuple[list[int], list[int]] = ([], [])
         self.parameters: list[tuple[int, int]] = []
-        self._names = tuple([n.instruction.op_name for n in g.nodes] for g in (a, b))
+        self._names = tuple([g.op_name(n) for n in g.nodes] for g in (a, b))
 
     def add(self, i: int, j: int) -> None:
         """Matches node i of a with node j of b; both must be free."""

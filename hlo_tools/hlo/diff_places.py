@@ -152,16 +152,20 @@ class _Places:
         if other == NONE:
             if node.opcode in VIRTUAL or node.opcode == OUTPUT:
                 return None
-            ref = InstructionRef.of(node.instruction)
+            ref = self.ref(side, node)
             return Change(ref, None) if side == 0 else Change(None, ref)
         if side == 1:
             return None  # told with its counterpart
         details = self.changed[index, other]
         return Change(
-            InstructionRef.of(node.instruction),
-            InstructionRef.of(self.graphs[1].nodes[other].instruction),
+            self.ref(0, node),
+            self.ref(1, self.graphs[1].nodes[other]),
             (*details.details, *details.sized_attributes),
         )
+
+    def ref(self, side: int, node: Node) -> InstructionRef:
+        op_name = self.graphs[side].op_name(node)
+        return InstructionRef.of(node.instruction, op_name)
 
     def kind(self, keys: list[_Key]) -> str:
         nodes = [self.graphs[side].nodes[index] for side, index in keys]

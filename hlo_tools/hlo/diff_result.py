@@ -36,7 +36,7 @@ class InstructionRef:
     line: int
 
     @classmethod
-    def of(cls, instruction: HloInstruction) -> InstructionRef:
+    def of(cls, instruction: HloInstruction, op_name: str = "") -> InstructionRef:
         source = instruction.source
         computation = instruction.computation
         return cls(
@@ -44,7 +44,7 @@ class InstructionRef:
             computation.name if computation else "",
             instruction.opcode,
             str(instruction.shape),
-            instruction.op_name,
+            op_name or instruction.op_name,
             "" if source is None else str(source),
             instruction.shape.byte_size,
             instruction.line,
