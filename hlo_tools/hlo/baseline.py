@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import json
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from hlo_tools.errors import HloToolsError, UnknownNameError
 from hlo_tools.hlo.diff_changes import VIRTUAL
 from hlo_tools.hlo.diff_graph import OUTPUT, Graph, Node, flatten
 from hlo_tools.hlo.diff_labels import COMMUTATIVE, digest
-from hlo_tools.hlo.diff_text import count
 from hlo_tools.hlo.ir import HloModule
 
 VERSION = 1
@@ -33,15 +31,6 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_WHOLE = {
-    "graph": "the graph: what is computed from what",
-    "results": "the results or their order",
-    "fusions": "how operations are grouped in fusions",
-    "layouts": "layouts in memory",
-    "schedule": "the order that instructions run in",
-    "aliasing": "which results take the buffers of which parameters",
-}
-_SHOWN = 30
 
 
 class BaselineError(HloToolsError):
@@ -87,9 +76,8 @@ def fingerprint(module: HloModule, ignore: Collection[str] = ()) -> dict[str, An
         "ignore": sorted(ignore),
         "instructions": sum(map(len, module.computations)),
         "hashes": whole,
-        "operations": _operations(graph, "shapes" in ignore),
         "collectives": _collectives(module),
-        "parts": _parts(graph, labels),
+        "parts": _parts(graph, labels, "shapes" in ignore),
     }
 
 
@@ -127,115 +115,6 @@ def load(file: str | Path) -> dict[str, Any]:
             "--update writes it anew"
         )
     return found
-
-
-@dataclass(frozen=True)
-class BaselineDiff:
-    """What differs from a baseline.
-
-    Attributes:
-        reasons: in words, what is not the same.
-        operations: operation to (count before, count now, where).
-        collectives: collective to (count before, count now).
-        where: parts of the program, by their op_names, that are not the same.
-    """
-
-    reasons: tuple[str, ...] = ()
-    operations: Mapping[str, tuple[int, int, str]] = ()  # type: ignore[assignment]
-    collectives: Mapping[str, tuple[int, int]] = ()  # type: ignore[assignment]
-    where: tuple[str, ...] = ()
-
-    @property
-    def is_same(self) -> bool:
-        return not self.reasons
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
-        return {
-            "same": self.is_same,
-            "reasons": list(self.reasons),
-            "operations": [
-                {"operation": key, "before": old, "now": new, "where": where}
-                for key, (old, new, where) in dict(self.operations).items()
-            ],
-            "collectives": [
-                {"collective": key, "before": old, "now": new}
-                for key, (old, new) in dict(self.collectives).items()
-            ],
-            "where": list(self.where),
-        }
-
-    def text(self) -> str:
-        """The differences for a reader."""
-        if self.is_same:
-            return "same program as the baseline\n"
-        lines = ["differs from the baseline:"]
-        lines += [f"  {reason}" for reason in self.reasons]
-        collectives = dict(self.collectives)
-        if collectives:
-            lines.append("collectives:")
-            for key, (old, new) in collectives.items():
-                lines.append(f"  {key}: {old} -> {new}")
-        operations = dict(self.operations)
-        if operations:
-            lines.append("operations:")
-        for key, (old, new, where) in list(operations.items())[:_SHOWN]:
-            sign = "+" if new > old else "-"
-            at = f"  ({where})" if where else ""
-            lines.append(f"  {sign}{abs(new - old)} {key}{at}")
-        if len(operations) > _SHOWN:
-            lines.append(f"  ... and {len(operations) - _SHOWN} more")
-        if self.where:
-            lines.append("where:")
-            lines += [f"  {name}" for name in self.where[:_SHOWN]]
-            if len(self.where) > _SHOWN:
-                lines.append(f"  ... and {len(self.where) - _SHOWN} more")
-        lines.append(
-            "if that is meant: hlo-tools diff FILE --baseline BASELINE --update"
-        )
-        return "\n".join(lines) + "\n"
-
-
-def compare(
-    baseline: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
-) -> BaselineDiff:
-    """Compares a program's fingerprint with a baseline.
-
-    Args:
-        baseline: as `load` returns it.
-        now: as `fingerprint` returns it, with the baseline's `ignore`.
-        ignore: what `now` was made without.
-
-    Raises:
-        BaselineError: the two leave out different aspects.
-    """
-    if sorted(ignore) != baseline["ignore"]:
-        words = ",".join(baseline["ignore"]) or "nothing"
-        raise BaselineError(
-            f"the baseline was written with --ignore of {words}, got "
-            f"{','.join(sorted(ignore)) or 'nothing'}: use the same, or --update"
-        )
-    before, after = baseline["hashes"], now["hashes"]
-    changed = [k for k in _WHOLE if before.get(k) != after.get(k)]
-    if "graph" in changed:  # what follows from it says nothing more
-        changed = [k for k in changed if k not in ("results", "layouts")]
-    reasons = [_WHOLE[key] for key in changed]
-    if not reasons:
-        return BaselineDiff()
-    if baseline["instructions"] != now["instructions"]:
-        old, new = baseline["instructions"], now["instructions"]
-        reasons.append(f"{count(old, 'instruction')} before, {new} now")
-    operations = _changed_rows(baseline["operations"], now["operations"])
-    if "graph" in changed and not operations:
-        reasons.append("the same operations, but with other operands or attributes")
-    old, new = baseline["collectives"], now["collectives"]
-    collectives = {
-        key: (old.get(key, 0), new.get(key, 0))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, 0) != new.get(key, 0)
-    }
-    where = _changed_parts(baseline["parts"], now["parts"])
-    return BaselineDiff(tuple(reasons), operations, collectives, where)
 
 
 def _label(node: Node, ignore: Collection[str]) -> Hashable:
@@ -288,20 +167,6 @@ def _schedule(graph: Graph, values: list[str]) -> list[list[str]]:
     return sorted(orders)
 
 
-def _operations(graph: Graph, without_sizes: bool) -> dict[str, list[Any]]:
-    """For each kind of operation how many there are, and where the first is."""
-    rows: dict[str, list[Any]] = {}
-    for node in graph.nodes:
-        if node.opcode in (*VIRTUAL, OUTPUT):
-            continue
-        shape = node.instruction.shape
-        sizes = shape.element_type if without_sizes else str(shape.without_layout())
-        row = rows.setdefault(f"{node.opcode} {sizes}", [0, ""])
-        row[0] += 1
-        row[1] = row[1] or graph.op_name(node)
-    return dict(sorted(rows.items()))
-
-
 def _collectives(module: HloModule) -> dict[str, int]:
     counts: collections.Counter[str] = collections.Counter()
     for instruction in module.instructions():
@@ -311,36 +176,28 @@ def _collectives(module: HloModule) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def _parts(graph: Graph, labels: list[Hashable]) -> dict[str, str]:
-    """For each scope of op_names a digest of what is done in it."""
-    found: dict[str, list[str]] = collections.defaultdict(list)
+def _parts(
+    graph: Graph, labels: list[Hashable], without_sizes: bool
+) -> dict[str, dict[str, Any]]:
+    """For each scope of op_names a digest of what is done in it, and how often each
+    operation is."""
+    digests: dict[str, list[str]] = collections.defaultdict(list)
+    counts: dict[str, collections.Counter[str]] = {}
     for node, label in zip(graph.nodes, labels, strict=True):
-        if node.opcode in ("parameter", "constant", OUTPUT):
+        if node.opcode in (*VIRTUAL, OUTPUT, "parameter"):
             continue
         scope = graph.op_name(node).rpartition("/")[0]
         operands = [labels[o] for o in node.operands]
         if node.opcode in COMMUTATIVE:
             operands.sort(key=repr)
-        found[scope].append(digest((label, operands)))
-    return {scope: digest(sorted(parts)) for scope, parts in sorted(found.items())}
-
-
-def _changed_rows(
-    old: Mapping[str, Any], new: Mapping[str, Any]
-) -> dict[str, tuple[int, int, str]]:
-    changed = {}
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key, [0, ""]), new.get(key, [0, ""])
-        if before[0] != after[0]:
-            changed[key] = (before[0], after[0], after[1] or before[1])
-    return changed
-
-
-def _changed_parts(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
-    """Scopes in which something else is done; a scope that only has another name is
-    the same."""
-    gone = collections.Counter(old.values()) - collections.Counter(new.values())
-    added = collections.Counter(new.values()) - collections.Counter(old.values())
-    names = [k for k, v in new.items() if v in added]
-    names += [k for k, v in old.items() if v in gone and k not in names]
-    return tuple(sorted(name for name in set(names) if name))
+        digests[scope].append(digest((label, operands)))
+        shape = node.instruction.shape
+        sizes = shape.element_type if without_sizes else str(shape.without_layout())
+        counts.setdefault(scope, collections.Counter())[f"{node.opcode} {sizes}"] += 1
+    return {
+        scope: {
+            "hash": digest(sorted(parts)),
+            "operations": dict(sorted(counts[scope].items())),
+        }
+        for scope, parts in sorted(digests.items())
+    }

@@ -241,7 +241,7 @@ class _Diff:
             ("frontend-attributes", ("frontend_attributes",)),
             ("backend-config", ("backend_config",)),
         ):
-            found = grouping_of.annotations(grouping, keys)
+            found = grouping_of.annotated_otherwise(grouping, keys)
             self.note(aspect, found, f"instructions with another {aspect}")
         self.note(
             "control", self.other_control(grouping), "other predecessors to wait for"

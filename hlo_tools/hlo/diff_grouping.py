@@ -220,7 +220,7 @@ def note(aspect: str, pairs: list[_Pair], text: str) -> Note:
     return Note(aspect, len(pairs), text, examples)
 
 
-def annotations(grouping: Grouping, keys: tuple[str, ...]) -> list[_Pair]:
+def annotated_otherwise(grouping: Grouping, keys: tuple[str, ...]) -> list[_Pair]:
     """Matched instructions of which one of the attributes `keys` differs."""
     return [
         (x, y)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Iterator, Sequence
 
 from hlo_tools.hlo.diff_result import (
@@ -95,7 +95,8 @@ def place_scope(place: Place) -> str:
     both = [scope(place.op_names(side)) for side in "ab"]
     both = [text for text in both if text]
     if len(both) == 2:
-        shared = os.path.commonprefix([text.split("/") for text in both])
+        pairs = zip(*(text.split("/") for text in both), strict=False)
+        shared = [x for x, _ in itertools.takewhile(lambda p: p[0] == p[1], pairs)]
         return "/".join(shared) or both[1]
     return both[0] if both else ""
 
