@@ -262,3 +262,27 @@ def _module(name: str) -> Any:
 def _get(place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(_module(module), name)
+
+
+def hlo_proto_text(proto: bytes) -> str:
+    """The text of a serialized HloModuleProto, with its constants.
+
+    XLA ends the process on a proto that contradicts itself: call it in a process of
+    its own.
+    """
+    hlo = _get("jaxlib:_hlo")
+    module = hlo.HloModule.from_serialized_hlo_module_proto(proto)
+    options = hlo.HloPrintOptions()
+    options.print_large_constants = True
+    return module.to_string(options)
+
+
+def stablehlo_as_hlo_text(mlir: str) -> str:
+    """A StableHLO module as HLO text, as XLA reads it before it optimizes.
+
+    Raises:
+        RuntimeError or a child: it can not be said in HLO (dynamic shapes).
+    """
+    convert = _get("jax._src.lib:_jax").mlir.mlir_module_to_xla_computation
+    computation = convert(mlir, use_tuple_args=False, return_tuple=False)
+    return hlo_proto_text(computation.as_serialized_hlo_module_proto())
