@@ -2,8 +2,10 @@
 
 Public names:
   parse, parse_folder: any form of a module to an `HloModule`.
+  read_dump: the compiles in a dump folder, each with its files.
 """
 
+from hlo_tools.hlo.dump_reading import DumpEntry, read_dump
 from hlo_tools.hlo.ir import (
     HloComputation,
     HloInstruction,
@@ -16,6 +18,7 @@ from hlo_tools.hlo.shapes import Layout, Shape
 from hlo_tools.hlo.stack import SourceFrame
 
 __all__ = [
+    "DumpEntry",
     "HloComputation",
     "HloInstruction",
     "HloModule",
@@ -27,4 +30,5 @@ __all__ = [
     "async_pairs",
     "parse",
     "parse_folder",
+    "read_dump",
 ]
