@@ -98,11 +98,17 @@ def dumped(folder: str | Path) -> list[tuple[Path, str, str]]:
     return [row[1:] for row in rows]
 
 
+# How the text of a module begins, which may be cut within its first line.
+_TEXT = re.compile(r"\s*(HloModule|ENTRY|module|%|//)")
+
+
 def _is_path(text: str) -> bool:
     if "\n" in text or len(text) > 4096 or not text.strip():
         return False
     try:
-        return Path(text).exists() or not re.search(r"[{(=]", text)
+        if Path(text).exists():
+            return True
+        return not _TEXT.match(text) and not re.search(r"[{(=]", text)
     except (OSError, ValueError):
         return False
 
