@@ -3,6 +3,7 @@
 Public names:
   jit: ``jax.jit`` with the stage in front of XLA.
   install, uninstall: the stage for every jit of the process.
+  dump: every form that a lowered or compiled function takes, in a folder.
   rewrite_text: the same pipeline on the text of a StableHLO module.
 """
 
@@ -15,6 +16,7 @@ from hlo_tools.version import __version__
 
 if TYPE_CHECKING:
     from hlo_tools.driver import StageConfig, rewrite_text
+    from hlo_tools.dumping import dump
     from hlo_tools.errors import HloToolsError
     from hlo_tools.module import StableHloModule
     from hlo_tools.pipeline import PassPipeline
@@ -29,6 +31,7 @@ _PUBLIC = {
     "RewriteReport": "hlo_tools.report",
     "StableHloModule": "hlo_tools.module",
     "StageConfig": "hlo_tools.driver",
+    "dump": "hlo_tools.dumping",
     "install": "hlo_tools.stage",
     "jit": "hlo_tools.stage",
     "rewrite_text": "hlo_tools.driver",
@@ -42,6 +45,7 @@ __all__ = [
     "StableHloModule",
     "StageConfig",
     "__version__",
+    "dump",
     "install",
     "jit",
     "rewrite_text",

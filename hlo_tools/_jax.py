@@ -19,7 +19,7 @@ import importlib
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ import jax.extend.source_info_util
 MIN_JAX, BELOW_JAX = (0, 11, 2), (0, 13)
 
 _COMPILE = "jax._src.compiler:compile_or_get_cached"
+_BACKEND_COMPILE = "jax._src.compiler:backend_compile_and_load"
 _LOWER = "jax._src.interpreters.pxla:lower_sharding_computation"
 _REFINE = "jax._src.interpreters.mlir:refine_polymorphic_shapes"
 _SUBJAXPRS = "jax._src.core:jaxprs_in_params"
@@ -46,6 +47,13 @@ _EXPECTED: dict[str, tuple[str, ...]] = {
         "compile_options",
         "host_callbacks",
         "executable_devices",
+    ),
+    _BACKEND_COMPILE: (
+        "backend",
+        "module",
+        "executable_devices",
+        "options",
+        "host_callbacks",
     ),
     _LOWER: ("closed_jaxpr", "api_name", "fun_name"),
     _REFINE: ("module",),
@@ -66,7 +74,9 @@ class SeamHooks(NamedTuple):
         refined: (old, new) when a module of symbolic shapes becomes one of static
             shapes.
         compile: (compile, module, devices) in place of a compile; returns what
-            `compile(module)` returns.
+            `compile(module)` returns. `compile(module, options)` adds XLA options,
+            name -> value, and goes past the persistent cache, which is keyed by few
+            of them.
     """
 
     lowered: Callable[[Any, Iterator[str]], None]
@@ -150,7 +160,12 @@ def _wrap_refine(original: Callable) -> Callable:
 
 def _wrap_compile(original: Callable) -> Callable:
     def compile_or_get_cached(backend, computation, devices, *args, **kwargs):
-        def compile_module(module):
+        def compile_module(module, options=None):
+            if options:
+                given = inspect.signature(original).bind(
+                    backend, module, devices, *args, **kwargs
+                )
+                return _compile_with(options, **given.arguments)
             return original(backend, module, devices, *args, **kwargs)
 
         if _hooks is None:
@@ -158,6 +173,27 @@ def _wrap_compile(original: Callable) -> Callable:
         return _hooks.compile(compile_module, computation, devices)
 
     return compile_or_get_cached
+
+
+def _compile_with(
+    xla_options: Mapping[str, Any],
+    *,
+    backend: Any,
+    computation: Any,
+    compile_options: Any,
+    host_callbacks: Any,
+    executable_devices: Any,
+    **_: Any,
+) -> Any:
+    """Compile with more XLA options, and do not ask the persistent cache."""
+    before = list(compile_options.env_option_overrides)
+    compile_options.env_option_overrides = [*before, *xla_options.items()]
+    try:
+        return _get(_BACKEND_COMPILE)(
+            backend, computation, executable_devices, compile_options, host_callbacks
+        )
+    finally:
+        compile_options.env_option_overrides = before
 
 
 def nested_jit_names(jaxpr: Any) -> Iterator[str]:
@@ -226,3 +262,27 @@ def _module(name: str) -> Any:
 def _get(place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(_module(module), name)
+
+
+def hlo_proto_text(proto: bytes) -> str:
+    """The text of a serialized HloModuleProto, with its constants.
+
+    XLA ends the process on a proto that contradicts itself: call it in a process of
+    its own.
+    """
+    hlo = _get("jaxlib:_hlo")
+    module = hlo.HloModule.from_serialized_hlo_module_proto(proto)
+    options = hlo.HloPrintOptions()
+    options.print_large_constants = True
+    return module.to_string(options)
+
+
+def stablehlo_as_hlo_text(mlir: str) -> str:
+    """A StableHLO module as HLO text, as XLA reads it before it optimizes.
+
+    Raises:
+        RuntimeError or a child: it can not be said in HLO (dynamic shapes).
+    """
+    convert = _get("jax._src.lib:_jax").mlir.mlir_module_to_xla_computation
+    computation = convert(mlir, use_tuple_args=False, return_tuple=False)
+    return hlo_proto_text(computation.as_serialized_hlo_module_proto())

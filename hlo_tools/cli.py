@@ -1,4 +1,4 @@
-"""The command line: `hlo-tools run | opt | explain | bisect | tune | passes`.
+"""The command line: `hlo-tools run`, `opt`, `explain`, `bisect`, `dump`, `diff`, ...
 
 typer only parses: each subcommand returns what is to be done, and `main` does it
 outside of the parser. So a script that `run` starts sees its own Ctrl-C and its
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hlo_tools import cli_bisect, cli_tune
+from hlo_tools import cli_bisect, cli_cost, cli_diff, cli_dump, cli_tune
 from hlo_tools import cli_commands as commands
 from hlo_tools.cli_options import Arguments, ModuleName, Passes
 from hlo_tools.cli_output import FORMATS, say, silence_stdout
@@ -148,6 +148,9 @@ def explain(
 
 
 app.command(cls=BisectCommand)(cli_bisect.bisect)
+app.command(cls=BisectCommand)(cli_dump.dump)
+app.command()(cli_cost.cost)
+app.command()(cli_diff.diff)
 app.command()(cli_tune.tune)
 
 

@@ -66,6 +66,29 @@ def run_script(
         reason = f"[Errno {error.errno}] {error.strerror}"
         print(f"hlo-tools: can't open file {file!r}: {reason}", file=sys.stderr)
         return NOT_FOUND
+    program = _script(path, file, source, args)
+    return _run(program, Path(file).name, config, report, modules)
+
+
+def run_program(name: str, args: Sequence[str], is_module: bool) -> int:
+    """Run a file, or a module, as python would, and install nothing.
+
+    Returns:
+        The exit status, when the program and its threads have ended.
+    """
+    if is_module:
+        program = _module(name, args)
+    else:
+        file = os.path.abspath(name)
+        with io.open_code(file) as opened:
+            program = _script(name, file, opened.read(), args)
+    status = _status_of(program)
+    _join_threads()
+    return status
+
+
+def _script(path: Any, file: str, source: bytes, args: Sequence[str]) -> Callable:
+    """What runs a file, once `sys.argv` and `sys.path` are as python sets them."""
     sys.argv[:] = [os.fspath(path), *args]
     _set_first_path(os.path.dirname(os.path.realpath(file)))
     loader = importlib.machinery.SourceFileLoader("__main__", file)
@@ -75,7 +98,7 @@ def run_script(
         code = compile(source, file, "exec", dont_inherit=True)
         _execute(code, {**names, "__spec__": None})
 
-    return _run(program, Path(file).name, config, report, modules)
+    return program
 
 
 def run_module(
@@ -97,6 +120,11 @@ def run_module(
     Returns:
         The exit status that python would end with.
     """
+    return _run(_module(name, args), name, config, report, modules)
+
+
+def _module(name: str, args: Sequence[str]) -> Callable:
+    """What runs a module, once `sys.argv` and `sys.path` are as python sets them."""
     sys.argv[:] = ["-m", *args]  # what the packages above the module see
     _set_first_path(os.getcwd())
 
@@ -107,7 +135,7 @@ def run_module(
         names |= {"__loader__": spec.loader, "__package__": spec.parent}
         _execute(code, {**names, "__spec__": spec})
 
-    return _run(program, name, config, report, modules)
+    return program
 
 
 def _set_first_path(folder: str) -> None:
@@ -176,9 +204,7 @@ def _run(
         modules=modules,
     )
     status = _status_of(program)
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()  # it may still compile something
+    _join_threads()
     if report is None:
         return status
     merged = merge(installation.reports(), name)
@@ -190,6 +216,12 @@ def _run(
         print(f"hlo-tools: {report}: {error.strerror or error}", file=sys.stderr)
         return status or NOT_FOUND
     return status
+
+
+def _join_threads() -> None:
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()  # it may still compile something
 
 
 def _status_of(program) -> int:

@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -138,7 +138,64 @@ def _lowered(lowering: Any, names: Iterator[str]) -> None:
         )
 
 
-def _compile(compile_module: Callable[[Any], Any], module: ir.Module, devices: Any):
+class CompileWatcher(Protocol):
+    """Who is told of each compile, rewritten or not. Nothing it raises is caught."""
+
+    def watch(
+        self, compile_module: Callable[..., Any], module: ir.Module, devices: Any
+    ) -> tuple[Callable[[Any], Any], Callable[[RewriteReport | None], None]]:
+        """Called before the stage looks at a module.
+
+        Returns:
+            What compiles a module in place of `compile_module`, and what is called
+            with the stage's report, None where it did nothing, after the compile.
+        """
+        ...
+
+
+class _Watching(threading.local):
+    watcher: CompileWatcher | None = None
+
+
+_watching = _Watching()
+_process_watcher: CompileWatcher | None = None
+
+
+@contextlib.contextmanager
+def watch_compiles(watcher: CompileWatcher, all_threads: bool) -> Iterator[None]:
+    """Let a watcher see the compiles of this thread, or of all threads."""
+    global _process_watcher
+    ensure_seam()
+    previous = _process_watcher, _watching.watcher
+    if all_threads:
+        _process_watcher = watcher
+    else:
+        _watching.watcher = watcher
+    try:
+        yield
+    finally:
+        _process_watcher, _watching.watcher = previous
+
+
+def _compile(compile_module: Callable[..., Any], module: ir.Module, devices: Any):
+    """What takes the place of a compile."""
+    watcher = _watching.watcher or _process_watcher
+    if watcher is None or _here.busy:
+        return _compile_staged(compile_module, module, devices)
+    compile_module, finish = watcher.watch(compile_module, module, devices)
+    reports: list[RewriteReport] = []
+    try:
+        return _compile_staged(compile_module, module, devices, reports.append)
+    finally:
+        finish(reports[0] if reports else None)
+
+
+def _compile_staged(
+    compile_module: Callable[[Any], Any],
+    module: ir.Module,
+    devices: Any,
+    tell: Callable[[RewriteReport], None] = lambda report: None,
+) -> Any:
     """Compile a module, rewritten if somebody asked for that."""
     marks, installation = stage_marks.marks_of(module), _installed
     # A rewrite that runs code to check itself must not be rewritten in turn.
@@ -156,6 +213,7 @@ def _compile(compile_module: Callable[[Any], Any], module: ir.Module, devices: A
         return _compile_or_fall_back(compile_module, module, rewritten, report)
     finally:
         _deliver(report, marks, installation)
+        tell(report)
 
 
 def _rewrite(

@@ -46,7 +46,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hlo_tools.driver",),
     ("hlo_tools.stage",),
     # `hlo_tools` itself is its __init__.py, the public names.
-    ("hlo_tools", "hlo_tools.testing", "hlo_tools.runner", "hlo_tools.bisect"),
+    (
+        "hlo_tools",
+        "hlo_tools.testing",
+        "hlo_tools.runner",
+        "hlo_tools.bisect",
+        "hlo_tools.dumping",
+        "hlo_tools.dump_page",
+    ),
     ("pallas_kernels", "sharding"),
     ("hlo_tools.llm", "hlo_tools.cli", "hlo_tools.__main__"),
 )
