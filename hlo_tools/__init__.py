@@ -3,6 +3,7 @@
 Public names:
   jit: ``jax.jit`` with the stage in front of XLA.
   install, uninstall: the stage for every jit of the process.
+  pattern: a reference to find in programs, and what is to compute it.
   rewrite_text: the same pipeline on the text of a StableHLO module.
 """
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from hlo_tools.driver import StageConfig, rewrite_text
     from hlo_tools.errors import HloToolsError
     from hlo_tools.module import StableHloModule
+    from hlo_tools.patterns import Pattern, pattern
     from hlo_tools.pipeline import PassPipeline
     from hlo_tools.report import RewriteReport
     from hlo_tools.stage import install, jit, uninstall
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "HloToolsError": "hlo_tools.errors",
     "PassPipeline": "hlo_tools.pipeline",
+    "Pattern": "hlo_tools.patterns",
     "RewriteReport": "hlo_tools.report",
     "StableHloModule": "hlo_tools.module",
     "StageConfig": "hlo_tools.driver",
     "install": "hlo_tools.stage",
     "jit": "hlo_tools.stage",
+    "pattern": "hlo_tools.patterns",
     "rewrite_text": "hlo_tools.driver",
     "uninstall": "hlo_tools.stage",
 }
@@ -38,12 +42,14 @@ _PUBLIC = {
 __all__ = [
     "HloToolsError",
     "PassPipeline",
+    "Pattern",
     "RewriteReport",
     "StableHloModule",
     "StageConfig",
     "__version__",
     "install",
     "jit",
+    "pattern",
     "rewrite_text",
     "uninstall",
 ]
