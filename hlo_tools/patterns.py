@@ -225,9 +225,7 @@ def pattern(
       PatternError: the two differ in results, or can not be traced.
     """
     if replacement is None:
-        return functools.partial(
-            _made, reference, tuple(example), name=name, when=when
-        )
+        return functools.partial(_made, reference, tuple(example), name=name, when=when)
     return _made(reference, tuple(example), replacement, name=name, when=when)
 
 

@@ -6,7 +6,7 @@ may be. The reference traced anew for these arguments is then compared strictly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from hlo_tools.matching.canonical import DTYPE_NAMES
 from hlo_tools.matching.reader import loop_invariant
-from hlo_tools.matching.unify import BudgetError, Difference, Unifier
+from hlo_tools.matching.unify import BudgetError, Difference, Unifier, sums_nothing
 from hlo_tools.rewriting import producer, shape_of, users
 
 _CHAIN = frozenset(
@@ -55,7 +55,9 @@ class Half:
 def base_of(value: Any) -> Any:
     """Returns what a value only rearranges or converts."""
     value = loop_invariant(value)
-    while (op := producer(value)) is not None and op.name in _CHAIN:
+    while (op := producer(value)) is not None and (
+        op.name in _CHAIN or (op.name == "stablehlo.reduce" and sums_nothing(op))
+    ):
         value = loop_invariant(op.operands[0])
     return value
 
@@ -64,8 +66,26 @@ def outward(value: Any) -> Iterator[Any]:
     """Yields a value and what is the same, rearranged or converted."""
     yield value
     for op in users(value):
-        if op.name in _CHAIN and len(op.results) == 1:
+        same = op.name in _CHAIN and len(op.results) == 1
+        if same or (
+            op.name == "stablehlo.reduce" and len(op.operands) == 2 and sums_nothing(op)
+        ):
             yield from outward(op.results[0])
+
+
+def between(out: Any, arguments: Iterable[Any]) -> set:
+    """Returns the values that compute one from others, without these."""
+    ends = {loop_invariant(value) for value in arguments}
+    ends |= {base_of(value) for value in ends}
+    found: set = set()
+    todo = [loop_invariant(out)]
+    while todo:
+        value = todo.pop()
+        op = producer(value)
+        if op is not None and value not in ends and value not in found:
+            found.add(value)
+            todo += [loop_invariant(operand) for operand in op.operands]
+    return found
 
 
 def type_key(value: Any) -> tuple:
@@ -170,7 +190,7 @@ class Finder:
             strict = Unifier(True, bound)
             try:
                 for _ in strict.roots(traced.outs[number], root):
-                    return Half(bound, {number: root}, strict.members())
+                    return Half(bound, {number: root}, between(root, bound.values()))
             except BudgetError:
                 continue
             self.near.setdefault(root, (strict.difference, size_of(root)))

@@ -22,7 +22,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from hlo_tools.matching.index_terms import ZERO, Term, through_shape_op, variables
-from hlo_tools.matching.reader import loop_invariant, reducer_of
+from hlo_tools.matching.reader import is_plain_sum, loop_invariant, reducer_of
 from hlo_tools.rewriting import (
     ELEMENTWISE,
     element_type,
@@ -41,6 +41,7 @@ _PRODUCT = frozenset(
     f"stablehlo.{n}" for n in "multiply divide negate rsqrt sqrt".split()
 )
 _SUM = frozenset(f"stablehlo.{n}" for n in "add subtract".split())
+_MOST_TERMS = 8  # of a sum that a gradient may be a part of
 _BUDGET = 20_000  # comparisons before a candidate is given up
 type Index = tuple[Term, ...]
 type Place = tuple[Any, Index]
@@ -115,11 +116,12 @@ class Unifier:
         index = self._fresh(("root",), sizes)
         (c, left), (d, right) = self._terms(p, index), self._terms(g, index)
         right = [t for t in right if t[3] == index and t[0] == 1]
-        if c or d or not 1 < len(left) < len(right) or len(right) > 12:
+        if c or d or not 2 < len(right) <= _MOST_TERMS:
             return
-        for picked in itertools.combinations(right, len(left)):
-            for _ in self._any_order(left, list(picked)):
-                yield [value for _, _, value, _ in picked]
+        for count in range(min(len(right) - 1, len(left)), 0, -1):
+            for picked in itertools.combinations(right, count):
+                for _ in self._like_terms(left, list(picked), p):
+                    yield [value for _, _, value, _ in picked]
 
     # ------------------------------------------------------------------ one value
 
@@ -156,6 +158,9 @@ class Unifier:
                 return chain
             if op.name in _SHAPE and is_plain(op):
                 index = through_shape_op(op, index)
+            elif op.name == "stablehlo.reduce" and sums_nothing(op):
+                dims = int_list(op, "dimensions")
+                index = _insert(index, dims, [ZERO] * len(dims))
             elif self.strict or op.name != "stablehlo.convert":
                 return chain
             chain.append((loop_invariant(op.operands[0]), index))
@@ -185,7 +190,8 @@ class Unifier:
         if self.strict:
             return left == right
         return len(left) == len(right) and all(
-            a == b or variables(a) == variables(b) for a, b in zip(left, right, strict=True)
+            a == b or variables(a) == variables(b)
+            for a, b in zip(left, right, strict=True)
         )
 
     def _same_type(self, p: Any, g: Any) -> bool:
@@ -267,10 +273,7 @@ class Unifier:
 
         for order in orders:
             yield from self._all(
-                [
-                    (x, at(x, pi), y, at(y, gi))
-                    for x, y in zip(left, order, strict=True)
-                ]
+                [(x, at(x, pi), y, at(y, gi)) for x, y in zip(left, order, strict=True)]
             )
 
     def _all(self, todo: list[tuple]) -> Iterator[None]:
@@ -361,35 +364,73 @@ class Unifier:
             yield from self._any_order(left, right)
 
     def _factors(self, value: Any, index: Index) -> tuple[float, list]:
-        """Returns a coefficient and factors (power, is root, value, index)."""
-        coefficient, found = 1.0, []
-        todo = [(value, index, 1)]
+        """Returns a coefficient and factors (power, "", value, index).
+
+        A square root is the power of one half; powers of one value are added up.
+        """
+        coefficient, powers = 1.0, {}
+        arguments = {self._strip(v, self._any(v))[-1][0] for v in self.bound.values()}
+        todo = [(value, index, 1.0)]
         while todo:
             one, at, power = todo.pop()
             base, at = self._strip(one, at)[-1]
             op, number = producer(base), splat_number(base)
-            name = None if op is None or not is_plain(op) else op.name
+            plain = op is not None and is_plain(op) and base not in arguments
+            name = op.name if op is not None and plain else None
             if number is not None and (number != 0 or power > 0):
                 coefficient *= float(number) ** power
             elif op is None or name is None:
-                found.append((power, "", base, at))
+                powers[base, at] = powers.get((base, at), 0) + power
             elif name in ("stablehlo.multiply", "stablehlo.divide"):
                 second = power if name == "stablehlo.multiply" else -power
                 todo += [(op.operands[1], at, second), (op.operands[0], at, power)]
             elif name == "stablehlo.negate":
-                coefficient = -coefficient
+                coefficient = -coefficient if power % 2 == 1 else coefficient
                 todo.append((op.operands[0], at, power))
             elif name in ("stablehlo.rsqrt", "stablehlo.sqrt"):
-                sign = -power if name == "stablehlo.rsqrt" else power
-                found.append((sign, "sqrt", op.operands[0], at))
+                half = power / 2 if name == "stablehlo.sqrt" else -power / 2
+                root = self._strip(op.operands[0], at)[-1]
+                powers[root] = powers.get(root, 0) + half
             else:
-                found.append((power, "", base, at))
-        return coefficient, found
+                powers[base, at] = powers.get((base, at), 0) + power
+        return coefficient, [(n, "", *place) for place, n in powers.items()]
+
+    def _any(self, value: Any) -> Index:
+        return tuple(ZERO for _ in shape_of(value) or ())
 
     def _sums(self, p: Any, pi: Index, g: Any, gi: Index) -> Iterator[None]:
         (c, left), (d, right) = self._terms(p, pi), self._terms(g, gi)
-        if len(left) == len(right) > 1 and self._close(c, d, p):
+        if not self._close(c, d, p):
+            return
+        if len(left) == len(right) > 1:
             yield from self._any_order(left, right)
+        yield from self._like_terms(left, right, p)
+
+    def _like_terms(self, left: list, right: list, value: Any) -> Iterator[None]:
+        """Compares sums of products, with terms of equal factors added up."""
+        mine, yours = self._collected(left), self._collected(right)
+        if len(mine) == len(yours):
+            yield from self._assign_products(mine, yours, value)
+
+    def _collected(self, terms: list) -> list[tuple[float, list]]:
+        found: dict[frozenset, tuple[float, list]] = {}
+        for sign, _, value, index in terms:
+            number, factors = self._factors(value, index)
+            key = frozenset(factors)
+            found[key] = found.get(key, (0.0, factors))[0] + sign * number, factors
+        return list(found.values())
+
+    def _assign_products(self, left: list, right: list, value: Any) -> Iterator[None]:
+        if not left:
+            yield
+            return
+        number, factors = left[0]
+        for place, (other, more) in enumerate(right):
+            if len(factors) != len(more) or not self._close(number, other, value):
+                continue
+            for _ in self._any_order(factors, more):
+                rest = right[:place] + right[place + 1 :]
+                yield from self._assign_products(left[1:], rest, value)
 
     def _terms(self, value: Any, index: Index) -> tuple[float, list]:
         """Returns a constant and terms (sign, "", value, index)."""
@@ -432,6 +473,12 @@ class Unifier:
                 yield from self._assign(left[1:], right[:number] + right[number + 1 :])
 
 
+def sums_nothing(op: ir.Operation) -> bool:
+    """Returns whether a sum is over dimensions of size one only."""
+    shape = op.operands[0].type.shape
+    return all(shape[d] == 1 for d in int_list(op, "dimensions")) and is_plain_sum(op)
+
+
 def _bodies_text(op: ir.Operation) -> str | None:
     """Returns what the regions of an operation compute; None if they read outside."""
     found = []
@@ -447,7 +494,9 @@ def _bodies_text(op: ir.Operation) -> str | None:
                 attributes = one.operation.attributes
                 text = {name: str(attributes[name]) for name in attributes.keys()}
                 types = [str(r.type) for r in one.results]
-                found.append(f"{one.operation.name}{operands}{sorted(text.items())}{types}")
+                found.append(
+                    f"{one.operation.name}{operands}{sorted(text.items())}{types}"
+                )
                 for result in one.results:
                     known[result] = f"v{len(known)}"
     return "\n".join(found)

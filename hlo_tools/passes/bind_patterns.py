@@ -150,9 +150,7 @@ def _verified(module, ops, lowered, report: SiteReport, context) -> bool:
         every = [*types, *one.results]
         floats = sorted({str(t.dtype) for t in every if "float" in str(t.dtype)})
         backward = ir.StringAttr(_attributes(op)["half"]).value == "backward"
-        tolerance = (
-            verify.tolerance_of(floats, platform, backward) if floats else 0.0
-        )
+        tolerance = verify.tolerance_of(floats, platform, backward) if floats else 0.0
         text = verify.module_of_function(module.functions()[callee_of(op)])
         places = list(range(len(types)))
         results.append(

@@ -72,8 +72,10 @@ class _Search:
             if len(op.results) == 1:
                 self.by_name.setdefault(op.name, []).append(op)
         self.finder = Finder(self.by_name)
+        self.gradients = Finder(self.by_name)  # its near misses are not told
         self.taken: set = set()
         self.regions: list[Region] = []
+        self.renamed: dict[Any, Any] = {}  # results of sites replaced already
 
     def run(self) -> bool:
         sites = list(self._sites())
@@ -105,9 +107,7 @@ class _Search:
         for number in range(len(traced.outs)):
             if number == main:
                 continue
-            more = next(
-                self.finder.find(traced, number, retrace, half.arguments), None
-            )
+            more = next(self.finder.find(traced, number, retrace, half.arguments), None)
             if more is None:
                 return False
             half.outs |= more.outs
@@ -133,8 +133,12 @@ class _Search:
             known = halves or [Half(dict(forward.arguments))]
             for half in known:
                 more = next(
-                    self.finder.find(traced, number, retrace, half.arguments), None
-                ) or self.finder.partial_sum(traced, number, retrace, half.arguments)
+                    self.gradients.find(traced, number, retrace, half.arguments), None
+                )
+                if more is None and self.context.allows("reassociating"):
+                    more = self.gradients.partial_sum(
+                        traced, number, retrace, half.arguments
+                    )
                 if more is None:
                     continue
                 half.arguments = more.arguments
@@ -164,8 +168,9 @@ class _Search:
         report = self._report(site)
         try:
             self._check_escapes(site)
-            halves = [("forward", site.forward)]
-            halves += [("backward", half) for half in site.backward]
+            # the backward half may read the forward results: while they are there
+            halves = [("backward", half) for half in site.backward]
+            halves.append(("forward", site.forward))
             for kind, half in halves:
                 self._replace(kind, half, report)
         except NoMatchError as error:
@@ -230,7 +235,8 @@ class _Search:
     def _replace(self, kind: str, half: Half, report: SiteReport) -> None:
         numbers = sorted(half.outs)
         count = len(half.arguments)
-        arguments = [loop_invariant(half.arguments[n]) for n in range(count)]
+        found = [loop_invariant(half.arguments[n]) for n in range(count)]
+        arguments = [self.renamed.get(value, value) for value in found]
         unique = list(dict.fromkeys(arguments))
         members = half.members | set(half.outs.values())
         region = Region([half.outs[n] for n in numbers], unique, members - set(unique))
@@ -243,7 +249,7 @@ class _Search:
         def integers(values):
             return ir.ArrayAttr.get([ir.IntegerAttr.get(i64, n) for n in values])
 
-        region.replace_by_composite(
+        composite = region.replace_by_composite(
             anchor,
             name,
             function_name,
@@ -255,11 +261,8 @@ class _Search:
                 "arguments": integers([unique.index(a) for a in arguments]),
             },
         )
+        self.renamed |= zip(region.outs, composite.results, strict=True)
         self.regions.append(region)
-        self._rename(region)
-
-    def _rename(self, region: Region) -> None:
-        """Lets halves still to come read the composite's results."""
 
     def _fresh(self, name: str) -> str:
         taken = self.module.functions()
@@ -309,7 +312,11 @@ def _struct(key: tuple) -> jax.ShapeDtypeStruct:
 
 
 def _is_used(value: Any) -> bool:
-    return next(iter(value.uses), None) is not None
+    """Returns whether a value has a use that is not dead itself."""
+    return any(
+        not len(user.results) or any(_is_used(result) for result in user.results)
+        for user in users(value)
+    )
 
 
 def _text(op: ir.Operation) -> str | None:
