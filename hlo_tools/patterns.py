@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.mlir import ir
 
 from hlo_tools.errors import HloToolsError, UnknownNameError
 from hlo_tools.module import StableHloModule

@@ -80,7 +80,8 @@ def test_other_spellings_sizes_and_a_residual(registered, sizes):
     width = sizes[-1]
     args = arrays(sizes, (width,), (width, width))
     (site,) = check(jax.value_and_grad(loss, (0, 1, 2)), *args)
-    assert site.status == "bound" and site.gradient["bound"]
+    assert site.status == "bound"
+    assert site.gradient["bound"]
     assert site.gradient["wanted"] == ["0", "1"]
     assert site.verify.passed
 
@@ -144,14 +145,16 @@ def test_an_intermediate_that_is_used_elsewhere(registered):
 def test_a_wrong_replacement_is_rolled_back(registered, capfd):
     registered(replacement=lambda x, w: norm(x, w) * 1.01)
     (site,) = check(norm, *arrays((3, 5, 8), (8,)))
-    assert site.status == "failed" and not site.verify.passed
+    assert site.status == "failed"
+    assert not site.verify.passed
     assert "rolled back" in capfd.readouterr().err
 
 
 def test_when_leaves_sites_alone(registered):
     registered(when=lambda x, w: x.shape[-1] > 8)
     (site,) = check(norm, *arrays((3, 5, 8), (8,)))
-    assert site.status == "inlined" and "`when`" in site.reason
+    assert site.status == "inlined"
+    assert "`when`" in site.reason
 
 
 def test_inside_a_scan(registered):
