@@ -78,7 +78,7 @@ def main() -> None:
     weights = model.init(keys[2], x, mask)
 
     def loss(weights, x):
-        return jnp.mean(model.apply(weights, x, mask) ** 2)
+        return jnp.mean(jnp.square(jnp.asarray(model.apply(weights, x, mask))))
 
     step = hlo_tools.jit(jax.value_and_grad(loss, (0, 1)), verify=True)
     got, want = step(weights, x), jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, x)

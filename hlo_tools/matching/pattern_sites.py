@@ -237,7 +237,7 @@ class Finder:
                 return None
             total = stablehlo.AddOp(_sum(rest), made).result
         root.results[0].replace_all_uses_with(total)
-        self.by_name["stablehlo.add"].append(producer(total))
+        self.by_name["stablehlo.add"].append(total.owner.operation)
         return half
 
 

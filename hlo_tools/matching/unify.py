@@ -92,6 +92,7 @@ class Unifier:
         self.pairs: dict[tuple, list] = {}
         self.difference = Difference()
         self._steps = 0
+        self._made: dict[Any, Any] = {}
         self._numbers: dict[tuple, int] = {}
 
     def members(self) -> set:
@@ -185,6 +186,28 @@ class Unifier:
                 yield
                 del self.bound[number]
                 self.pairs.pop(key, None)
+        for value, at in chain:
+            sizes = shape_of(value) or ()
+            kept = tuple(t for t, n in zip(at, sizes, strict=True) if n != 1)
+            if len(at) != len(index) == len(kept) and self._same_index(kept, index):
+                self.bound[number] = self._squeezed(value)
+                yield
+                del self.bound[number]
+
+    def _squeezed(self, value: Any) -> Any:
+        """Makes a value without its dimensions of size one, as an argument may be."""
+        if value not in self._made:
+            op = producer(value)
+            block = value.owner if op is None else op.block
+            first = next(iter(block.operations))
+            point = (
+                ir.InsertionPoint(first) if op is None else ir.InsertionPoint.after(op)
+            )
+            sizes = [n for n in value.type.shape if n != 1]
+            kind = ir.RankedTensorType.get(sizes, element_type(value))
+            with point, first.location:
+                self._made[value] = stablehlo.ReshapeOp(kind, value).result
+        return self._made[value]
 
     def _same_index(self, left: Index, right: Index) -> bool:
         if self.strict:
@@ -484,7 +507,9 @@ def _bodies_text(op: ir.Operation) -> str | None:
     found = []
     for region in op.regions:
         for block in region.blocks:
-            known = {value: f"a{n}" for n, value in enumerate(block.arguments)}
+            known: dict[Any, str] = {
+                value: f"a{n}" for n, value in enumerate(block.arguments)
+            }
             for one in block.operations:
                 if list(one.operation.regions):
                     return None

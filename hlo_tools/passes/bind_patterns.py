@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 
@@ -102,8 +103,13 @@ def _bind(module, ops, pattern: Pattern, report: SiteReport, context) -> bool:
 
 
 def _argument_types(op: ir.Operation) -> list[Any]:
-    operands = list(op.operands)
-    return [struct_of(operands[place]) for place in _integers(op, "arguments")]
+    types = [struct_of(operand) for operand in op.operands]
+    places = zip(_integers(op, "arguments"), _integers(op, "squeezed"), strict=True)
+    return [_squeezed(types[place]) if made else types[place] for place, made in places]
+
+
+def _squeezed(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct([n for n in one.shape if n != 1], one.dtype)
 
 
 def _lower(op, pattern: Pattern, context) -> binding.Lowered:
@@ -111,13 +117,17 @@ def _lower(op, pattern: Pattern, context) -> binding.Lowered:
     places, outs = _integers(op, "arguments"), _integers(op, "outs")
     types = _argument_types(op)
     half = ir.StringAttr(_attributes(op)["half"]).value
+    assert pattern.replacement is not None
     if half == "forward":
         whole = pattern.flat(pattern.replacement)
     else:
         whole = pattern.backward(pattern.replacement, types[: len(pattern.types)])
 
     def function(*operands):
-        results = whole(*(operands[place] for place in places))
+        given = [operands[place] for place in places]
+        results = whole(
+            *(a.reshape(t.shape) for a, t in zip(given, types, strict=True))
+        )
         return tuple(results[number] for number in outs)
 
     platform = binding.PLATFORM_NAMES[context.target.platform]

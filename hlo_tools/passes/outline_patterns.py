@@ -236,7 +236,13 @@ class _Search:
         numbers = sorted(half.outs)
         count = len(half.arguments)
         found = [loop_invariant(half.arguments[n]) for n in range(count)]
-        arguments = [self.renamed.get(value, value) for value in found]
+        found = [self.renamed.get(value, value) for value in found]
+        # what was made for the proof alone: the program uses it with its unit dims
+        squeezed = [int(_is_made(value)) for value in found]
+        arguments = [
+            self._source(value) if made else value
+            for value, made in zip(found, squeezed, strict=True)
+        ]
         unique = list(dict.fromkeys(arguments))
         members = half.members | set(half.outs.values())
         region = Region([half.outs[n] for n in numbers], unique, members - set(unique))
@@ -258,11 +264,18 @@ class _Search:
                 "pattern": ir.StringAttr.get(self.pattern.name),
                 "half": ir.StringAttr.get(kind),
                 "outs": integers(numbers),
+                "squeezed": integers(squeezed),
                 "arguments": integers([unique.index(a) for a in arguments]),
             },
         )
         self.renamed |= zip(region.outs, composite.results, strict=True)
         self.regions.append(region)
+
+    def _source(self, value: Any) -> Any:
+        op = producer(value)
+        assert op is not None
+        source = loop_invariant(op.operands[0])
+        return self.renamed.get(source, source)
 
     def _fresh(self, name: str) -> str:
         taken = self.module.functions()
@@ -309,6 +322,10 @@ class _Search:
 
 def _struct(key: tuple) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(key[0], jax.numpy.dtype(key[1]))
+
+
+def _is_made(value: Any) -> bool:
+    return producer(value, "stablehlo.reshape") is not None and not list(value.uses)
 
 
 def _is_used(value: Any) -> bool:
