@@ -476,7 +476,8 @@ class Unifier:
         """Compares coefficients that were multiplied together in another order."""
         if not self.strict or left == right:
             return True
-        eps = float(np.finfo(np.float32).eps)
+        wide = str(element_type(value)) == "f64"
+        eps = float(np.finfo(np.float64 if wide else np.float32).eps)
         return abs(left - right) <= 2 * eps * max(abs(left), abs(right))
 
     def _any_order(self, left: list, right: list) -> Iterator[None]:
