@@ -4,6 +4,7 @@ Public names:
   jit: ``jax.jit`` with the stage in front of XLA.
   install, uninstall: the stage for every jit of the process.
   dump: every form that a lowered or compiled function takes, in a folder.
+  pattern: a reference to find in programs, and what is to compute it.
   rewrite_text: the same pipeline on the text of a StableHLO module.
 """
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from hlo_tools.dumping import dump
     from hlo_tools.errors import HloToolsError
     from hlo_tools.module import StableHloModule
+    from hlo_tools.patterns import Pattern, pattern
     from hlo_tools.pipeline import PassPipeline
     from hlo_tools.report import RewriteReport
     from hlo_tools.stage import install, jit, uninstall
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "HloToolsError": "hlo_tools.errors",
     "PassPipeline": "hlo_tools.pipeline",
+    "Pattern": "hlo_tools.patterns",
     "RewriteReport": "hlo_tools.report",
     "StableHloModule": "hlo_tools.module",
     "StageConfig": "hlo_tools.driver",
     "dump": "hlo_tools.dumping",
     "install": "hlo_tools.stage",
     "jit": "hlo_tools.stage",
+    "pattern": "hlo_tools.patterns",
     "rewrite_text": "hlo_tools.driver",
     "uninstall": "hlo_tools.stage",
 }
@@ -41,6 +45,7 @@ _PUBLIC = {
 __all__ = [
     "HloToolsError",
     "PassPipeline",
+    "Pattern",
     "RewriteReport",
     "StableHloModule",
     "StageConfig",
@@ -48,6 +53,7 @@ __all__ = [
     "dump",
     "install",
     "jit",
+    "pattern",
     "rewrite_text",
     "uninstall",
 ]

@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hlo_tools.pipeline",
         "hlo_tools.passes",
         "hlo_tools.binding",
+        "hlo_tools.patterns",
         "hlo_tools.sharding_plan",
         "hlo_tools.sharding_propagation",
         "hlo_tools.site_sharding",

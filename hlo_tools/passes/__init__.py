@@ -15,6 +15,8 @@ PASSES: dict[str, str] = {
     "fold-converts": "hlo_tools.passes.fold_converts:FoldConverts",
     "outline-attention": "hlo_tools.passes.outline_attention:OutlineAttention",
     "bind-kernels": "hlo_tools.passes.bind_kernels:BindKernels",
+    "outline-patterns": "hlo_tools.passes.outline_patterns:OutlinePatterns",
+    "bind-patterns": "hlo_tools.passes.bind_patterns:BindPatterns",
     "prune-loops": "hlo_tools.passes.prune_loops:PruneLoops",
     "inline-composites": "hlo_tools.passes.inline_composites:InlineComposites",
 }
@@ -27,6 +29,7 @@ ALIASES: dict[str, str] = {
     ),
     "clean": "cse,dce",
     "default": (
-        "normalize,outline-attention,bind-kernels,inline-composites,prune-loops,clean"
+        "normalize,outline-attention,bind-kernels,outline-patterns,bind-patterns,"
+        "inline-composites,prune-loops,clean"
     ),
 }
