@@ -78,10 +78,36 @@ _ATTRIBUTES = {
     "stablehlo.dot_general": frozenset(
         {"dot_dimension_numbers", "precision_config", "algorithm"}
     ),
+    "stablehlo.dynamic_broadcast_in_dim": frozenset(
+        {
+            "broadcast_dimensions",
+            "known_expanding_dimensions",
+            "known_nonexpanding_dimensions",
+        }
+    ),
+    "stablehlo.dynamic_gather": frozenset({"dimension_numbers", "indices_are_sorted"}),
+    "stablehlo.dynamic_iota": frozenset({"iota_dimension"}),
+    "stablehlo.dynamic_pad": frozenset(),
+    "stablehlo.dynamic_reshape": frozenset(),
+    "stablehlo.dynamic_slice": frozenset({"slice_sizes"}),
+    "stablehlo.dynamic_update_slice": frozenset(),
+    "stablehlo.gather": frozenset(
+        {"dimension_numbers", "slice_sizes", "indices_are_sorted"}
+    ),
+    "stablehlo.get_dimension_size": frozenset({"dimension"}),
+    "stablehlo.get_tuple_element": frozenset({"index"}),
     "stablehlo.iota": frozenset({"iota_dimension"}),
+    "stablehlo.pad": frozenset(
+        {"edge_padding_low", "edge_padding_high", "interior_padding"}
+    ),
+    "stablehlo.real_dynamic_slice": frozenset(),
+    "stablehlo.reduce": frozenset({"dimensions"}),
     "stablehlo.reshape": frozenset(),
+    "stablehlo.reverse": frozenset({"dimensions"}),
+    "stablehlo.set_dimension_size": frozenset({"dimension"}),
     "stablehlo.slice": frozenset({"start_indices", "limit_indices", "strides"}),
     "stablehlo.transpose": frozenset({"permutation"}),
+    "stablehlo.tuple": frozenset(),
 }
 # How many attributes an operation has at least (0 if not listed): with no more than
 # these it has no others, and their names, which are slow to get, tell nothing.
@@ -96,7 +122,8 @@ REQUIRED_ATTRIBUTES = {
     "stablehlo.slice": 3,
     "stablehlo.transpose": 1,
 }
-# Operations without effects and without regions: erased when nobody uses them.
+# Operations without effects of their own or of their regions: erased when nobody uses
+# them.
 _ERASABLE = ELEMENTWISE | _ATTRIBUTES.keys()
 
 
@@ -443,11 +470,11 @@ class _Driver:
         """Erases those of `ops` that nobody uses, and then their operands' ops."""
         todo = {op.results[0]: op for op in ops}
         while todo:
-            result, op = todo.popitem()
-            if op.name not in _ERASABLE or next(iter(result.uses), None) is not None:
+            _, op = todo.popitem()
+            if op.name not in _ERASABLE or _is_used(op):
                 continue
             operands = list(op.operands)
-            self.pending.pop(result, None)
+            self._forget(op)
             op.erase()
             for value in operands:
                 # One use fewer: the last user may match now.
@@ -456,6 +483,18 @@ class _Driver:
                     self.enqueue([last])
                 elif (made_by := producer(value)) is not None:
                     todo[value] = made_by
+
+
+    def _forget(self, op: ir.Operation) -> None:
+        """Looks at an operation, and at what is in it, no more."""
+        gone = [op] if not len(op.regions) else walk(op)
+        for one in gone:
+            if len(one.results):
+                self.pending.pop(one.results[0], None)
+
+
+def _is_used(op: ir.Operation) -> bool:
+    return any(next(iter(result.uses), None) is not None for result in op.results)
 
 
 def rewrite(

@@ -8,6 +8,7 @@ PASSES: dict[str, str] = {
     "cse": "hlo_tools.passes.native_cleanup:Cse",
     "dce": "hlo_tools.passes.native_cleanup:Dce",
     "drop-precision": "hlo_tools.passes.drop_precision:DropPrecision",
+    "fold-constants": "hlo_tools.passes.fold_constants:FoldConstants",
     "fold-transposes": "hlo_tools.passes.fold_transposes:FoldTransposes",
     "collapse-shapes": "hlo_tools.passes.collapse_shapes:CollapseShapes",
     "canonicalize-masks": "hlo_tools.passes.canonicalize_masks:CanonicalizeMasks",
