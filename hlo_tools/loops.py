@@ -89,17 +89,28 @@ def _fit_sharding(loop: ir.Operation, keep: Sequence[int], operands) -> None:
 _EFFECTS = ("custom_call", "outfeed", "infeed", "send", "recv", "rng", "all_", "return")
 
 
-def _is_pure(op: ir.Operation) -> bool:
+def is_pure(op: ir.Operation) -> bool:
+    """Returns whether an operation, all its regions included, has no effects.
+
+    Calls, collectives and custom calls count as having some.
+    """
     if op.name in ("func.call", "sdy.manual_computation"):
         return False
-    return not any(part in op.name for part in _EFFECTS)
+    if any(part in op.name for part in _EFFECTS):
+        return False
+    return all(
+        inner.operation.name == "stablehlo.return" or is_pure(inner.operation)
+        for region in op.regions
+        for block in region.blocks
+        for inner in block.operations
+    )
 
 
 def erase_unused(block: ir.Block) -> None:
     """Erases operations of a block whose results nothing uses."""
     for op in reversed(list(block.operations)):
         operation = op.operation
-        if not len(operation.results) or not _is_pure(operation):
+        if not len(operation.results) or not is_pure(operation):
             continue
         if not any(list(result.uses) for result in operation.results):
             operation.erase()
@@ -141,7 +152,7 @@ def unused_values(loop: ir.Operation) -> set[int]:
 
 def _keeps(op: ir.Operation) -> bool:
     """Returns whether an operation stays even if nothing uses its results."""
-    return not _is_pure(op) or not len(op.results)
+    return not is_pure(op) or not len(op.results)
 
 
 def _reads(op: ir.Operation) -> list[Any]:

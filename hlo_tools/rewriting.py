@@ -484,7 +484,6 @@ class _Driver:
                 elif (made_by := producer(value)) is not None:
                     todo[value] = made_by
 
-
     def _forget(self, op: ir.Operation) -> None:
         """Looks at an operation, and at what is in it, no more."""
         gone = [op] if not len(op.regions) else walk(op)

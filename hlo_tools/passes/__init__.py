@@ -14,6 +14,7 @@ PASSES: dict[str, str] = {
     "canonicalize-masks": "hlo_tools.passes.canonicalize_masks:CanonicalizeMasks",
     "fold-scales": "hlo_tools.passes.fold_scales:FoldScales",
     "fold-converts": "hlo_tools.passes.fold_converts:FoldConverts",
+    "simplify-algebra": "hlo_tools.passes.simplify_algebra:SimplifyAlgebra",
     "outline-attention": "hlo_tools.passes.outline_attention:OutlineAttention",
     "bind-kernels": "hlo_tools.passes.bind_kernels:BindKernels",
     "prune-loops": "hlo_tools.passes.prune_loops:PruneLoops",
