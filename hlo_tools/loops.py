@@ -132,7 +132,7 @@ def unused_values(loop: ir.Operation) -> set[int]:
     returned = list(operations[-1].operands)
     arguments = {value: number for number, value in enumerate(body.arguments)}
     alive: set = set()
-    pending = [value for op in operations[:-1] if _keeps(op) for value in _reads(op)]
+    pending = [value for op in operations[:-1] if _keeps(op) for value in reads(op)]
     done: set[int] = set()
     while True:
         pending.extend(returned[number] for number in needed - done)
@@ -145,7 +145,7 @@ def unused_values(loop: ir.Operation) -> set[int]:
             if value in arguments:
                 needed.add(arguments[value])
             elif not isinstance(value.owner, ir.Block):
-                pending.extend(_reads(value.owner.operation))
+                pending.extend(reads(value.owner.operation))
         if needed == done:
             return set(range(len(loop.results))) - needed
 
@@ -155,11 +155,11 @@ def _keeps(op: ir.Operation) -> bool:
     return not is_pure(op) or not len(op.results)
 
 
-def _reads(op: ir.Operation) -> list[Any]:
+def reads(op: ir.Operation) -> list[Any]:
     """Returns the values that an operation reads, those of its regions included."""
     values = list(op.operands)
     for region in op.regions:
         for block in region.blocks:
             for inner in block.operations:
-                values.extend(_reads(inner.operation))
+                values.extend(reads(inner.operation))
     return values

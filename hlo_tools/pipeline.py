@@ -134,6 +134,16 @@ def _load_custom(place: str) -> type:
     return found
 
 
+def stands_alone(one: Pass) -> bool:
+    """Returns whether a change by a pass is worth it where nothing is bound.
+
+    Most passes prepare a program for binding, and what they did is thrown away if no
+    site is bound: XLA then gets what JAX made. What a pass with the class attribute
+    ``stands_alone = True`` did is kept.
+    """
+    return bool(getattr(one, "stands_alone", False))
+
+
 def spelling(one: Pass) -> str:
     """Returns how a spec names a pass, without its options."""
     cls = type(one)
@@ -261,8 +271,11 @@ class PassPipeline:
 
         A pass with the class attribute ``needs`` (operation names) can do nothing
         in a module without them.  Most modules of a program have no such
-        operations, and are not worth a copy.
+        operations, and are not worth a copy.  A pass that stands alone may apply to
+        any module.
         """
+        if any(stands_alone(one) for one in self.passes):
+            return True
         needs = [set(one.needs) for one in self.passes if hasattr(one, "needs")]
         if not needs:
             return True
@@ -278,6 +291,14 @@ class PassPipeline:
 
         module.operation.walk(visit)
         return any(one <= found for one in needs)
+
+    def did_something(self, report: RewriteReport) -> bool:
+        """Returns whether a run is worth handing on: a site bound, or a pass that
+        stands alone with a change."""
+        if any(site.status == "bound" for site in report.sites):
+            return True
+        alone = {spelling(one) for one in self.passes if stands_alone(one)}
+        return any(one.changed and one.name in alone for one in report.passes)
 
     def run(self, module: StableHloModule, context: PassContext) -> bool:
         """Runs the passes on `module`, in place; returns whether any changed it.

@@ -15,6 +15,11 @@ PASSES: dict[str, str] = {
     "fold-scales": "hlo_tools.passes.fold_scales:FoldScales",
     "fold-converts": "hlo_tools.passes.fold_converts:FoldConverts",
     "simplify-algebra": "hlo_tools.passes.simplify_algebra:SimplifyAlgebra",
+    "merge-branches": "hlo_tools.passes.merge_branches:MergeBranches",
+    "prune-regions": "hlo_tools.passes.prune_regions:PruneRegions",
+    "hoist-loop-invariants": (
+        "hlo_tools.passes.hoist_loop_invariants:HoistLoopInvariants"
+    ),
     "outline-attention": "hlo_tools.passes.outline_attention:OutlineAttention",
     "bind-kernels": "hlo_tools.passes.bind_kernels:BindKernels",
     "prune-loops": "hlo_tools.passes.prune_loops:PruneLoops",
@@ -25,9 +30,19 @@ PASSES: dict[str, str] = {
 ALIASES: dict[str, str] = {
     "normalize": (
         "inline-calls,drop-precision,cse,collapse-shapes,fold-transposes,canonicalize-masks,"
-        "fold-converts,cse,dce"
+        "fold-converts,collapse-shapes,cse,dce"
     ),
     "clean": "cse,dce",
+    # Simplifications that are worth it by themselves; see docs/graph_passes.md.
+    "simplify": (
+        "fold-constants,simplify-algebra,merge-branches,prune-regions,"
+        "fold-constants,simplify-algebra,cse,dce"
+    ),
+    # Levels of optimization.
+    "O0": "",
+    "O1": "simplify",
+    "O2": "default",
+    "O3": "default,simplify,hoist-loop-invariants,clean",
     "default": (
         "normalize,outline-attention,bind-kernels,inline-composites,prune-loops,clean"
     ),

@@ -14,6 +14,8 @@ from jax.extend.mlir import ir, passmanager
 from hlo_tools.inlining import inline_all
 from hlo_tools.rewriting import REQUIRED_ATTRIBUTES, walk
 
+# How the functions of bound kernels are named.
+KERNEL_PREFIX = "hlo_tools."
 # A mark that makes operations differ, so that they are not merged.
 _MARK = "hlo_tools.keep_apart"
 # Barriers exist to keep equal computations apart (jax.checkpoint); a custom call may
@@ -79,6 +81,9 @@ class InlineCalls:
 
         def wanted(call: ir.Operation) -> bool:
             callee = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+            # What is bound stays: a second run of a pipeline changes nothing.
+            if callee.startswith(KERNEL_PREFIX):
+                return False
             return callee in plain and set(call.attributes.keys()) == {"callee"}
 
         return inline_all(module, "func.call", "callee", wanted) > 0
