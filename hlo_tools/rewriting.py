@@ -140,8 +140,21 @@ def is_plain(op: ir.Operation) -> bool:
     return known.issuperset(attributes.keys())
 
 
+# How the functions of bound kernels, and of composites, are named.
+KERNEL_PREFIX = "hlo_tools."
+
+
+def is_kernel(op: ir.Operation) -> bool:
+    """Returns whether an operation is the function of a bound kernel."""
+    if op.name != "func.func":
+        return False
+    return ir.StringAttr(op.attributes["sym_name"]).value.startswith(KERNEL_PREFIX)
+
+
 def walk(root: ir.Operation, names: Iterable[str] | None = None) -> list[ir.Operation]:
     """Returns the operations in all regions of `root`, outermost and first ones first.
+
+    Kernels stay as they were lowered, so what is in their functions is left out.
 
     Args:
       root: usually the module's operation.
@@ -151,6 +164,8 @@ def walk(root: ir.Operation, names: Iterable[str] | None = None) -> list[ir.Oper
     wanted = None if names is None else frozenset(names)
 
     def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "func.func" and is_kernel(op):
+            return ir.WalkResult.SKIP
         if wanted is None or op.name in wanted:
             found.append(op)
         return ir.WalkResult.ADVANCE

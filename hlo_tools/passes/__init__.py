@@ -30,7 +30,7 @@ PASSES: dict[str, str] = {
 ALIASES: dict[str, str] = {
     "normalize": (
         "inline-calls,drop-precision,cse,collapse-shapes,fold-transposes,canonicalize-masks,"
-        "fold-converts,collapse-shapes,cse,dce"
+        "fold-converts,collapse-shapes,cse,fold-transposes,dce"
     ),
     "clean": "cse,dce",
     # Simplifications that are worth it by themselves; see docs/graph_passes.md.
