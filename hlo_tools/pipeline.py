@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import re
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from hlo_tools.passes import ALIASES, PASSES
 from hlo_tools.report import PassReport, RewriteReport
 from hlo_tools.targets import Target
 
+# Other packages add passes by name: name -> "module.path:ClassName".
+ENTRY_POINTS = "hlo_tools.passes"
 EXACTNESS = ("bitwise", "reassociating", "approximate")
 
 
@@ -94,7 +97,8 @@ def load_pass(name: str) -> type:
     """Returns the class of a pass.
 
     Args:
-      name: as in the table of passes, or "module.path:ClassName" for one's own.
+      name: as in the table of passes, or that of an installed entry point of the group
+        "hlo_tools.passes", or "module.path:ClassName" for one's own.
 
     Raises:
       UnknownNameError: there is none; the message lists the closest names.
@@ -103,7 +107,10 @@ def load_pass(name: str) -> type:
     if ":" in name:
         return _load_custom(name)
     if name not in PASSES:
-        raise UnknownNameError("pass", name, [*PASSES, *ALIASES])
+        installed = importlib.metadata.entry_points(group=ENTRY_POINTS)
+        if name in installed.names:
+            return _load_custom(installed[name].value)
+        raise UnknownNameError("pass", name, [*PASSES, *ALIASES, *installed.names])
     module, _, attribute = PASSES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

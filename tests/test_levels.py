@@ -1,4 +1,4 @@
-"""Optimization levels: what they do, that a second run changes nothing, equal values."""
+"""Optimization levels: what they do, second runs, equal values."""
 
 import json
 import os

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from jax.extend.mlir import ir
 
 from hlo_tools import loops
-from hlo_tools.regions import is_within, operations
+from hlo_tools.passes.regions import is_within, operations
 from hlo_tools.rewriting import ELEMENTWISE, is_plain, shape_of, walk
 
 _MIB = 1 << 20

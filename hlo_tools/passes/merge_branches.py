@@ -16,7 +16,7 @@ from jax.extend.mlir import ir
 from hlo_tools import loops
 from hlo_tools.matching.hops import trip_count
 from hlo_tools.passes.constant_values import read_constant
-from hlo_tools.regions import inline_region, is_within, operations, terminator
+from hlo_tools.passes.regions import inline_region, is_within, operations, terminator
 from hlo_tools.rewriting import walk
 
 _BRANCHES = ("stablehlo.case", "stablehlo.if")

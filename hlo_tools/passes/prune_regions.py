@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from jax.extend.mlir import ir
 
 from hlo_tools import loops
-from hlo_tools.regions import (
+from hlo_tools.passes.regions import (
     is_unused,
     operations,
     return_only,
