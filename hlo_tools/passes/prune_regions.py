@@ -40,7 +40,9 @@ def _prune_branches(op: ir.Operation) -> bool:
 
 def _depends(block: ir.Block, value: ir.Value) -> set[int]:
     """Returns the numbers of the block's arguments that a value is made of."""
-    arguments = {argument: n for n, argument in enumerate(block.arguments)}
+    arguments: dict[Any, int] = {
+        argument: n for n, argument in enumerate(block.arguments)
+    }
     found, pending, seen = set(), [value], set()
     while pending:
         one = pending.pop()

@@ -117,6 +117,7 @@ def static_pad(op: ir.Operation) -> Match | str | None:
     attributes = {
         name: ir.DenseI64ArrayAttr.get(row)
         for name, row in zip(names, rows, strict=True)
+        if row is not None
     }
     kind = op.results[0].type
     return Match(
