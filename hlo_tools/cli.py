@@ -17,7 +17,7 @@ import typer
 
 from hlo_tools import cli_bisect, cli_cost, cli_diff, cli_dump, cli_tune
 from hlo_tools import cli_commands as commands
-from hlo_tools.cli_options import Arguments, ModuleName, Passes
+from hlo_tools.cli_options import Arguments, Level, ModuleName, Passes
 from hlo_tools.cli_output import FORMATS, say, silence_stdout
 from hlo_tools.cli_parsing import (
     BisectCommand,
@@ -111,8 +111,10 @@ def opt(
         typer.Option("--output", "-o", metavar="FILE", help="Where the MLIR goes."),
     ] = "-",
     report: Report = None,
+    level: Level = None,
 ) -> Action:
     """Run passes on a StableHLO module: MLIR text in, MLIR text out."""
+    passes = passes if level is None else f"O{level}"
     return partial(commands.opt, file, passes, target, output, report)
 
 

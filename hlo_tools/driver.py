@@ -116,7 +116,8 @@ def transform(
       config: what to do.
 
     Returns:
-      A new module, or `ir_module` itself when nothing was bound, and the report.
+      A new module, and the report. It is `ir_module` itself when nothing was bound and
+      no pass that stands alone (see `pipeline.stands_alone`) changed anything.
     """
     pipeline = PassPipeline.parse(config.passes)
     if not pipeline.may_apply(ir_module):
@@ -132,8 +133,8 @@ def transform(
         config.skip_sites,
         config.only_sites,
     )
-    bound = any(site.status == "bound" for site in report.sites)
-    return (module.module if bound else ir_module), report
+    kept = pipeline.did_something(report)
+    return (module.module if kept else ir_module), report
 
 
 def rewrite_text(mlir: str, *, passes: str = "default", target: str = "cpu") -> str:

@@ -89,17 +89,28 @@ def _fit_sharding(loop: ir.Operation, keep: Sequence[int], operands) -> None:
 _EFFECTS = ("custom_call", "outfeed", "infeed", "send", "recv", "rng", "all_", "return")
 
 
-def _is_pure(op: ir.Operation) -> bool:
+def is_pure(op: ir.Operation) -> bool:
+    """Returns whether an operation, all its regions included, has no effects.
+
+    Calls, collectives and custom calls count as having some.
+    """
     if op.name in ("func.call", "sdy.manual_computation"):
         return False
-    return not any(part in op.name for part in _EFFECTS)
+    if any(part in op.name for part in _EFFECTS):
+        return False
+    return all(
+        inner.operation.name == "stablehlo.return" or is_pure(inner.operation)
+        for region in op.regions
+        for block in region.blocks
+        for inner in block.operations
+    )
 
 
 def erase_unused(block: ir.Block) -> None:
     """Erases operations of a block whose results nothing uses."""
     for op in reversed(list(block.operations)):
         operation = op.operation
-        if not len(operation.results) or not _is_pure(operation):
+        if not len(operation.results) or not is_pure(operation):
             continue
         if not any(list(result.uses) for result in operation.results):
             operation.erase()
@@ -121,7 +132,7 @@ def unused_values(loop: ir.Operation) -> set[int]:
     returned = list(operations[-1].operands)
     arguments = {value: number for number, value in enumerate(body.arguments)}
     alive: set = set()
-    pending = [value for op in operations[:-1] if _keeps(op) for value in _reads(op)]
+    pending = [value for op in operations[:-1] if _keeps(op) for value in reads(op)]
     done: set[int] = set()
     while True:
         pending.extend(returned[number] for number in needed - done)
@@ -134,21 +145,21 @@ def unused_values(loop: ir.Operation) -> set[int]:
             if value in arguments:
                 needed.add(arguments[value])
             elif not isinstance(value.owner, ir.Block):
-                pending.extend(_reads(value.owner.operation))
+                pending.extend(reads(value.owner.operation))
         if needed == done:
             return set(range(len(loop.results))) - needed
 
 
 def _keeps(op: ir.Operation) -> bool:
     """Returns whether an operation stays even if nothing uses its results."""
-    return not _is_pure(op) or not len(op.results)
+    return not is_pure(op) or not len(op.results)
 
 
-def _reads(op: ir.Operation) -> list[Any]:
+def reads(op: ir.Operation) -> list[Any]:
     """Returns the values that an operation reads, those of its regions included."""
     values = list(op.operands)
     for region in op.regions:
         for block in region.blocks:
             for inner in block.operations:
-                values.extend(_reads(inner.operation))
+                values.extend(reads(inner.operation))
     return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import re
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from hlo_tools.passes import ALIASES, PASSES
 from hlo_tools.report import PassReport, RewriteReport
 from hlo_tools.targets import Target
 
+# Other packages add passes by name: name -> "module.path:ClassName".
+ENTRY_POINTS = "hlo_tools.passes"
 EXACTNESS = ("bitwise", "reassociating", "approximate")
 
 
@@ -94,7 +97,8 @@ def load_pass(name: str) -> type:
     """Returns the class of a pass.
 
     Args:
-      name: as in the table of passes, or "module.path:ClassName" for one's own.
+      name: as in the table of passes, or that of an installed entry point of the group
+        "hlo_tools.passes", or "module.path:ClassName" for one's own.
 
     Raises:
       UnknownNameError: there is none; the message lists the closest names.
@@ -103,7 +107,10 @@ def load_pass(name: str) -> type:
     if ":" in name:
         return _load_custom(name)
     if name not in PASSES:
-        raise UnknownNameError("pass", name, [*PASSES, *ALIASES])
+        installed = importlib.metadata.entry_points(group=ENTRY_POINTS)
+        if name in installed.names:
+            return _load_custom(installed[name].value)
+        raise UnknownNameError("pass", name, [*PASSES, *ALIASES, *installed.names])
     module, _, attribute = PASSES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -132,6 +139,16 @@ def _load_custom(place: str) -> type:
             f"expected one of {', '.join(EXACTNESS)}"
         )
     return found
+
+
+def stands_alone(one: Pass) -> bool:
+    """Returns whether a change by a pass is worth it where nothing is bound.
+
+    Most passes prepare a program for binding, and what they did is thrown away if no
+    site is bound: XLA then gets what JAX made. What a pass with the class attribute
+    ``stands_alone = True`` did is kept.
+    """
+    return bool(getattr(one, "stands_alone", False))
 
 
 def spelling(one: Pass) -> str:
@@ -261,8 +278,11 @@ class PassPipeline:
 
         A pass with the class attribute ``needs`` (operation names) can do nothing
         in a module without them.  Most modules of a program have no such
-        operations, and are not worth a copy.
+        operations, and are not worth a copy.  A pass that stands alone may apply to
+        any module.
         """
+        if any(stands_alone(one) for one in self.passes):
+            return True
         needs = [set(one.needs) for one in self.passes if hasattr(one, "needs")]
         if not needs:
             return True
@@ -278,6 +298,14 @@ class PassPipeline:
 
         module.operation.walk(visit)
         return any(one <= found for one in needs)
+
+    def did_something(self, report: RewriteReport) -> bool:
+        """Returns whether a run is worth handing on: a site bound, or a pass that
+        stands alone with a change."""
+        if any(site.status == "bound" for site in report.sites):
+            return True
+        alone = {spelling(one) for one in self.passes if stands_alone(one)}
+        return any(one.changed and one.name in alone for one in report.passes)
 
     def run(self, module: StableHloModule, context: PassContext) -> bool:
         """Runs the passes on `module`, in place; returns whether any changed it.

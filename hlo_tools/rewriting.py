@@ -78,10 +78,36 @@ _ATTRIBUTES = {
     "stablehlo.dot_general": frozenset(
         {"dot_dimension_numbers", "precision_config", "algorithm"}
     ),
+    "stablehlo.dynamic_broadcast_in_dim": frozenset(
+        {
+            "broadcast_dimensions",
+            "known_expanding_dimensions",
+            "known_nonexpanding_dimensions",
+        }
+    ),
+    "stablehlo.dynamic_gather": frozenset({"dimension_numbers", "indices_are_sorted"}),
+    "stablehlo.dynamic_iota": frozenset({"iota_dimension"}),
+    "stablehlo.dynamic_pad": frozenset(),
+    "stablehlo.dynamic_reshape": frozenset(),
+    "stablehlo.dynamic_slice": frozenset({"slice_sizes"}),
+    "stablehlo.dynamic_update_slice": frozenset(),
+    "stablehlo.gather": frozenset(
+        {"dimension_numbers", "slice_sizes", "indices_are_sorted"}
+    ),
+    "stablehlo.get_dimension_size": frozenset({"dimension"}),
+    "stablehlo.get_tuple_element": frozenset({"index"}),
     "stablehlo.iota": frozenset({"iota_dimension"}),
+    "stablehlo.pad": frozenset(
+        {"edge_padding_low", "edge_padding_high", "interior_padding"}
+    ),
+    "stablehlo.real_dynamic_slice": frozenset(),
+    "stablehlo.reduce": frozenset({"dimensions"}),
     "stablehlo.reshape": frozenset(),
+    "stablehlo.reverse": frozenset({"dimensions"}),
+    "stablehlo.set_dimension_size": frozenset({"dimension"}),
     "stablehlo.slice": frozenset({"start_indices", "limit_indices", "strides"}),
     "stablehlo.transpose": frozenset({"permutation"}),
+    "stablehlo.tuple": frozenset(),
 }
 # How many attributes an operation has at least (0 if not listed): with no more than
 # these it has no others, and their names, which are slow to get, tell nothing.
@@ -96,7 +122,8 @@ REQUIRED_ATTRIBUTES = {
     "stablehlo.slice": 3,
     "stablehlo.transpose": 1,
 }
-# Operations without effects and without regions: erased when nobody uses them.
+# Operations without effects of their own or of their regions: erased when nobody uses
+# them.
 _ERASABLE = ELEMENTWISE | _ATTRIBUTES.keys()
 
 
@@ -113,8 +140,21 @@ def is_plain(op: ir.Operation) -> bool:
     return known.issuperset(attributes.keys())
 
 
+# How the functions of bound kernels, and of composites, are named.
+KERNEL_PREFIX = "hlo_tools."
+
+
+def is_kernel(op: ir.Operation) -> bool:
+    """Returns whether an operation is the function of a bound kernel."""
+    if op.name != "func.func":
+        return False
+    return ir.StringAttr(op.attributes["sym_name"]).value.startswith(KERNEL_PREFIX)
+
+
 def walk(root: ir.Operation, names: Iterable[str] | None = None) -> list[ir.Operation]:
     """Returns the operations in all regions of `root`, outermost and first ones first.
+
+    Kernels stay as they were lowered, so what is in their functions is left out.
 
     Args:
       root: usually the module's operation.
@@ -124,6 +164,8 @@ def walk(root: ir.Operation, names: Iterable[str] | None = None) -> list[ir.Oper
     wanted = None if names is None else frozenset(names)
 
     def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "func.func" and is_kernel(op):
+            return ir.WalkResult.SKIP
         if wanted is None or op.name in wanted:
             found.append(op)
         return ir.WalkResult.ADVANCE
@@ -443,11 +485,11 @@ class _Driver:
         """Erases those of `ops` that nobody uses, and then their operands' ops."""
         todo = {op.results[0]: op for op in ops}
         while todo:
-            result, op = todo.popitem()
-            if op.name not in _ERASABLE or next(iter(result.uses), None) is not None:
+            _, op = todo.popitem()
+            if op.name not in _ERASABLE or _is_used(op):
                 continue
             operands = list(op.operands)
-            self.pending.pop(result, None)
+            self._forget(op)
             op.erase()
             for value in operands:
                 # One use fewer: the last user may match now.
@@ -456,6 +498,17 @@ class _Driver:
                     self.enqueue([last])
                 elif (made_by := producer(value)) is not None:
                     todo[value] = made_by
+
+    def _forget(self, op: ir.Operation) -> None:
+        """Looks at an operation, and at what is in it, no more."""
+        gone = [op] if not len(op.regions) else walk(op)
+        for one in gone:
+            if len(one.results):
+                self.pending.pop(one.results[0], None)
+
+
+def _is_used(op: ir.Operation) -> bool:
+    return any(next(iter(result.uses), None) is not None for result in op.results)
 
 
 def rewrite(

@@ -14,10 +14,11 @@ ARGUMENTS = {"plain_script.py": ["--seq", "64", "--batches", "1"]}
 EXPECTED = {
     "01_train_step.py": ["tolerance 1e-04: agree", "Report of the eval step"],
     "02_zero_code.py": ["tolerance 1e-04: agree", "hlo-tools run --report -"],
-    "03_user_patterns.py": [
+    "04_user_patterns.py": [
         f"{name}: bound, backward bound: True"
         for name in ("one_product_geglu", "fused_gate", "fast_power_norm")
     ],
+    "03_own_pass.py": ["stablehlo.sine %arg0", "same values: True"],
     "plain_script.py": ["batch 0: loss"],
 }
 

@@ -60,7 +60,7 @@ def test_two_scheduled_modules_take_seconds(shared_dir) -> None:
     assert time.perf_counter() - started < 15
 
 
-MODULE = """HloModule m, entry_computation_layout={(f32[4,8]{1,0}, f32[8]{0})->f32[4,8]{1,0}}
+MODULE = """HloModule m, is_scheduled=false
 
 ENTRY main {
   x = f32[4,8]{1,0} parameter(0)

@@ -99,7 +99,7 @@ def dumped(folder: str | Path) -> list[tuple[Path, str, str]]:
 
 
 # How the text of a module begins, which may be cut within its first line.
-_TEXT = re.compile(r"\s*(HloModule|ENTRY|module|%|//)")
+_TEXT = re.compile(r"\s*(HloModule|ENTRY|module|%|//|/\*)")
 
 
 def _is_path(text: str) -> bool:

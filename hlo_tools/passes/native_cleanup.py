@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from jax.extend.mlir import ir, passmanager
 
 from hlo_tools.inlining import inline_all
-from hlo_tools.rewriting import REQUIRED_ATTRIBUTES, walk
+from hlo_tools.rewriting import KERNEL_PREFIX, REQUIRED_ATTRIBUTES
 
 # A mark that makes operations differ, so that they are not merged.
 _MARK = "hlo_tools.keep_apart"
@@ -79,6 +79,9 @@ class InlineCalls:
 
         def wanted(call: ir.Operation) -> bool:
             callee = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+            # What is bound stays: a second run of a pipeline changes nothing.
+            if callee.startswith(KERNEL_PREFIX):
+                return False
             return callee in plain and set(call.attributes.keys()) == {"callee"}
 
         return inline_all(module, "func.call", "callee", wanted) > 0
@@ -128,8 +131,20 @@ def _mark(root: ir.Operation) -> int:
     return count
 
 
+def _everything(root: ir.Operation) -> list[ir.Operation]:
+    """Returns all operations, those of kernels included."""
+    found: list[ir.Operation] = []
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    root.walk(visit)
+    return found
+
+
 def _unmark(root: ir.Operation) -> None:
-    for op in walk(root):
+    for op in _everything(root):
         if len(op.attributes) and _MARK in op.attributes:
             del op.attributes[_MARK]
 

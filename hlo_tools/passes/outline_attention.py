@@ -20,6 +20,7 @@ from hlo_tools.matching.sinks import sliced_product
 from hlo_tools.module import StableHloModule, source_location
 from hlo_tools.pipeline import LEFT_ALONE, PassContext, split_sites
 from hlo_tools.report import NearMiss, SiteReport
+from hlo_tools.rewriting import walk
 
 COMPOSITE = "hlo_tools.attention"
 GRADIENT = "hlo_tools.attention_grad"
@@ -73,7 +74,7 @@ class OutlineAttention:
             return order[product[0].operation.results[0]]
 
         # dead operations stay until the end, so that no handle below goes stale
-        for exponential in module.walk("stablehlo.exponential"):
+        for exponential in _outside_kernels(module, "stablehlo.exponential"):
             # the forward pass comes first, and names the products of the backward pass
             for dot, side in sorted(value_products(exponential), key=place):
                 result = dot.operation.results[0]
@@ -122,6 +123,12 @@ class OutlineAttention:
             )
         if site.spec.k_len < self.min_keys:
             raise NoMatchError(f"{site.spec.k_len} keys are below min-keys")
+
+
+def _outside_kernels(module: StableHloModule, name: str) -> list[ir.Operation]:
+    """Returns operations of the program itself: a bound kernel is not matched again."""
+    own = {op.results[0] for op in walk(module.module.operation, (name,))}
+    return [op for op in module.walk(name) if op.operation.results[0] in own]
 
 
 def _left_alone(number: int, dot) -> SiteReport:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from hlo_tools import loops
 from hlo_tools.module import StableHloModule
 from hlo_tools.pipeline import PassContext
+from hlo_tools.rewriting import walk
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class PruneLoops:
         while True:
             changed = False
             # a loop that uses the results of another stands below it
-            for loop in reversed(list(module.walk(loops.WHILE))):
+            for loop in reversed(walk(module.module.operation, (loops.WHILE,))):
                 operation = loop.operation
                 gone = loops.unused_values(operation)
                 if gone and len(gone) < len(operation.results):
