@@ -58,7 +58,8 @@ def test_a_truncated_file_is_read_as_far_as_it_goes(texts, cuts: int) -> None:
             try:
                 module = read(part)
             except hlo.HloParseError:  # nothing of a module is there yet
-                assert part.count(" = ") < 2
+                lines = [x for x in part.splitlines() if not x.startswith("//")]
+                assert sum(" = " in line for line in lines) < 2
                 continue
             assert sum(map(len, module.computations)) <= part.count(" = ")
 
