@@ -6,8 +6,9 @@ import warnings
 import pytest
 from hlo_corpus import ROOT, files, index, needs_corpus
 
-from hlo_tools.hlo import HloParseError, HloParseWarning, Shape, parse
+from hlo_tools.hlo import HloParseError, HloParseWarning, Shape
 from hlo_tools.hlo.attributes import replica_groups
+from hlo_tools.hlo.parser import parse_text
 
 pytestmark = needs_corpus
 CUTS = 4
@@ -16,7 +17,7 @@ CUTS = 4
 def quietly(text: str):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HloParseWarning)
-        return parse(text)
+        return parse_text(text)
 
 
 @pytest.mark.parametrize("name", files())
@@ -46,15 +47,16 @@ def test_cut_anywhere(name):
         try:
             module = quietly(cut)
         except HloParseError:
-            assert "{" not in cut or not cut.strip()
+            assert "parameter(" not in cut
             continue
-        assert quietly(module.as_text()).computations is not None
+        quietly(module.as_text())
 
 
 def test_unknown_things_are_kept_and_warned_about_once():
-    text = "e {\n  a = f3e1[4]{0} parameter(0), newer={x}\n  ?? what\n  b = f3e1[4] neg(a)\n}"
+    first = "a = f3e1[4]{0} parameter(0), newer={x}"
+    text = f"e {{\n  {first}\n  ?? what\n  b = f3e1[4] negate(a)\n}}"
     with pytest.warns(HloParseWarning, match="unknown element types f3e1") as caught:
-        module = parse(text)
+        module = parse_text(text)
     assert len(caught) == 1
     assert module.computations[0]["a"].attributes == {"newer": "{x}"}
     assert [u.text.strip() for u in module.unparsed] == ["?? what"]
