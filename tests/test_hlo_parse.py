@@ -1,6 +1,7 @@
 """HLO text: every file parses, prints and parses again; cut files never fail."""
 
 import random
+import re
 import warnings
 
 import pytest
@@ -47,7 +48,7 @@ def test_cut_anywhere(name):
         try:
             module = quietly(cut)
         except HloParseError:
-            assert "parameter(" not in cut
+            assert "parameter(" not in re.sub("//.*", "", cut)
             continue
         quietly(module.as_text())
 
