@@ -48,7 +48,7 @@ def diff(
     ] = False,
     form: Annotated[
         str | None,
-        typer.Option("--format", metavar="FORMAT", help="text, json or html."),
+        typer.Option("--format", metavar="FORMAT", help="text or json."),
     ] = None,
     output: Annotated[
         str,
@@ -56,7 +56,7 @@ def diff(
             "--output",
             "-o",
             metavar="FILE",
-            help="Where it goes; .json, .html or .txt says the format.",
+            help="Where it goes; .json or .txt says the format.",
         ),
     ] = "-",
 ) -> Callable[[], int]:
@@ -67,7 +67,7 @@ def diff(
     Exit status 0 when they are the same, 1 when they differ, 2 on an error.
     """
     form = form or report_format(output)
-    check_choice("format", form, FORMATS)
+    check_choice("format", form, FORMATS[:2])
     words = tuple(word.strip() for word in ignore.split(",") if word.strip())
     if baseline is not None:
         if b is not None:
@@ -94,25 +94,16 @@ def _compare(a: str, b: str, ignore: tuple[str, ...], form: str, output: str) ->
             from hlo_tools.hlo.diff_folders import diff_folders
 
             result: Any = diff_folders(a, b, ignore, tell)
-            html = None
         else:
-            first, second = parse(Path(a)), parse(Path(b))
-            result = compare(first, second, ignore)
-            html = (first, second)
-    write_text(output, _render(result, html, form))
+            result = compare(parse(Path(a)), parse(Path(b)), ignore)
+    write_text(output, _render(result, form))
     return SAME if result.is_same else DIFFERENT
 
 
-def _render(result: Any, modules: Any, form: str) -> str:
+def _render(result: Any, form: str) -> str:
     if form == "json":
         return json.dumps(result.as_dict(), indent=2) + "\n"
-    if form == "text":
-        return result.text()
-    from hlo_tools.hlo.diff_html import folder_html, module_html
-
-    if modules is None:
-        return folder_html(result)
-    return module_html(result, *modules)
+    return result.text()
 
 
 def _compare_baseline(
@@ -128,8 +119,6 @@ def _compare_baseline(
     from hlo_tools.hlo import parse
     from hlo_tools.hlo.baseline_diff import compare
 
-    if form == "html":
-        raise HloToolsError("a baseline is compared as text or json, not html")
     if not os.path.exists(file):
         raise HloToolsError(f"{file}: no such file or folder")
     with progress(f"reading {Path(file).name}"):

@@ -142,7 +142,6 @@ class _Diff:
         for change in self.changes.values():
             self.sizes.update(change.sizes)
             self.types.update(change.types)
-        ratios = [new / old for old, new in self.sizes if old > 0 and new > 0]
         for (i, j), change in self.changes.items():
             pair = self.pair(i, j)
             if change.is_reordered:
@@ -155,7 +154,7 @@ class _Diff:
                     d
                     for d in details
                     if d.aspect != "constant"
-                    or (not (ratios and follows_sizes(d, ratios)) and not is_resized)
+                    or not (is_resized or follows_sizes(d, self.sizes))
                 ]
                 is_resized |= len(kept) < len(details)
                 details = kept
@@ -303,10 +302,10 @@ class _Diff:
 
     def kind(self, major: list[Place]) -> str:
         """See `DiffResult.kind`."""
-        kinds = list(dict.fromkeys(place.kind for place in major))
-        parts = [kinds[0]] if len(kinds) == 1 else ["ops"] if kinds else []
         noted = [n.aspect for n in self.notes]
-        parts += [aspect for aspect in ("shapes", "types") if aspect in noted]
+        parts = [aspect for aspect in ("shapes", "types") if aspect in noted]
+        kinds = list(dict.fromkeys(place.kind for place in major))
+        parts += [kinds[0]] if len(kinds) == 1 else ["ops"] if kinds else []
         if not major:
             if "fusions" in noted or "moved" in noted:
                 parts += [a for a in ("fusions", "moved") if a in noted]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hlo_tools.hlo import diff_labels
@@ -181,16 +182,23 @@ def _describe(instruction: HloInstruction) -> str:
     return f"{instruction.opcode} {name}"
 
 
-def follows_sizes(detail: Detail, ratios: list[float]) -> bool:
-    """Whether a constant changed as the sizes did: 1/8 to 1/16, say."""
+def follows_sizes(detail: Detail, sizes: Collection[tuple[int, int]]) -> bool:
+    """Whether a constant changed as the sizes did: 1/8 to 1/16, or to the last index.
+
+    Args:
+        detail: with the two literals.
+        sizes: that changed, (old, new).
+    """
     if not (_NUMBER.fullmatch(detail.before) and _NUMBER.fullmatch(detail.after)):
         return False
     before, after = float(detail.before), float(detail.after)
+    if any(before + 1 == old and after + 1 == new for old, new in sizes):
+        return True
     if not before or not after or before * after < 0:
         return False
-    ratio = after / before
+    ratios = [new / old for old, new in sizes if old > 0 and new > 0]
     known = [r**power for r in ratios for power in (1, -1, 0.5, -0.5)]
-    return any(math.isclose(ratio, k, rel_tol=1e-5) for k in known)
+    return any(math.isclose(after / before, k, rel_tol=1e-5) for k in known)
 
 
 def generators(sizes: dict[int, int]) -> dict[str, str]:

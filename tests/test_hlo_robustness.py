@@ -1,18 +1,13 @@
-"""`hlo_tools.hlo.parse`: public HLO texts, printed and read again, cut anywhere."""
+"""`hlo_tools.hlo.parse`: texts with junk in them, large ones, and none at all."""
 
 import json
 import random
 import time
 import warnings
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from hlo_tools import hlo
-
-SLOW = pytest.mark.slow
-CUTS = 6  # of each file, in the fast tests
 
 
 @pytest.fixture(scope="module")
@@ -34,34 +29,6 @@ def read(text: str):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hlo.HloParseWarning)
         return hlo.parse(text)
-
-
-def test_every_file_parses_and_prints_as_it_was(texts) -> None:
-    assert len(texts) > 60
-    for name, text in texts.items():
-        module = read(text)
-        count = sum(map(len, module.computations))
-        assert count > 0, name
-        again = read(str(module))
-        assert again == module, name
-        assert str(again) == str(module), name
-
-
-@pytest.mark.parametrize("cuts", [CUTS, pytest.param(60, marks=SLOW)])
-def test_a_truncated_file_is_read_as_far_as_it_goes(texts, cuts: int) -> None:
-    rng = random.Random(cuts)
-    for text in texts.values():
-        for _ in range(cuts if len(text) < 100_000 else max(cuts // 6, 1)):
-            part = text[: rng.randrange(len(text))]
-            if not part.strip():
-                continue
-            try:
-                module = read(part)
-            except hlo.HloParseError:  # nothing of a module is there yet
-                lines = [x for x in part.splitlines() if not x.startswith("//")]
-                assert sum(" = " in line for line in lines) < 2
-                continue
-            assert sum(map(len, module.computations)) <= part.count(" = ")
 
 
 def test_garbage_never_crashes(texts) -> None:
@@ -92,23 +59,6 @@ def test_a_large_dump_takes_seconds(texts) -> None:
     seconds = time.perf_counter() - started
     assert sum(map(len, module.computations)) > 50_000
     assert seconds < 60  # 20 s is the goal; other work on the machine gets its share
-
-
-def test_text_of_jax(tmp_path) -> None:
-    compiled = (
-        jax.jit(lambda x: jnp.tanh(x @ x).sum()).lower(jnp.ones((8, 8))).compile()
-    )
-    module = hlo.parse(compiled.as_text())
-    assert {"dot", "tanh"} & {i.opcode for c in module.computations for i in c}
-    path = tmp_path / "module.txt"
-    path.write_text(compiled.as_text())
-    assert hlo.parse(path) == module
-
-
-def test_stablehlo_is_read_as_well() -> None:
-    lowered = jax.jit(lambda x: jnp.tanh(x @ x)).lower(jnp.ones((8, 8)))
-    module = hlo.parse(lowered.as_text())
-    assert {"dot", "tanh"} <= {i.opcode for c in module.computations for i in c}
 
 
 def test_what_it_can_not_read_is_kept_and_told_once() -> None:
