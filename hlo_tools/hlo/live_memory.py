@@ -5,8 +5,10 @@ the state of a loop, operands and results of calls and branches, updates in plac
 result takes the buffer of an operand that ends there where XLA allows it: elementwise
 operations and loop fusions on arrays of the same size.
 
-This is a lower bound of what a compiler allocates: it lays no buffers out, so it has
-no fragmentation, and knows nothing of a library's scratch space.
+An estimate, and not one to rely on yet: nothing calls it. Held against
+`memory_analysis()` of 64 CPU programs, 27 totals are within 5%, the others between 31%
+below and 19% above: which operands a result may overwrite is not told exactly, buffers
+are not laid out (no fragmentation), and a library call's scratch space is not known.
 """
 
 from __future__ import annotations
