@@ -1,6 +1,7 @@
 """The kernels for Hopper GPUs: interpreted with race detection, and on a GPU."""
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from hlo_tools.errors import UnsupportedError
 from hlo_tools.targets import Target
 from pallas_kernels import attention, hopper
-from pallas_kernels.attention import gpu_family
+from pallas_kernels.attention import backends, gpu, gpu_family
 from pallas_kernels.attention.arguments import make_problem
 from pallas_kernels.attention.gpu import BACKEND, whole_backward
 from pallas_kernels.attention.gpu_backward import flash_backward
@@ -147,6 +148,19 @@ def test_configurations_on_gpu(depth: int, band: dict) -> None:
         check_forward(problem, config)
 
 
+@pytest.fixture
+def deterministic(monkeypatch) -> None:
+    """The backend as it is to be once all of it has run on a GPU."""
+    offered = dataclasses.replace(BACKEND, deterministic=True)
+    load = backends.load_backend
+    monkeypatch.setattr(gpu, "OFFER_UNTRIED", True)
+    monkeypatch.setattr(
+        backends,
+        "load_backend",
+        lambda name: offered if name == "mosaic-gpu" else load(name),
+    )
+
+
 TWO_KERNELS = ("everything", "several tiles", "causal", "bias of heads", "bias of keys")
 
 
@@ -154,6 +168,7 @@ TWO_KERNELS = ("everything", "several tiles", "causal", "bias of heads", "bias o
     "name",
     [pytest.param(n, marks=SLOW if i else ()) for i, n in enumerate(TWO_KERNELS)],
 )
+@pytest.mark.usefixtures("deterministic")
 def test_deterministic_gradients(name: str) -> None:
     """Nothing is added in any order: no races even where the interpreter adds."""
     with contextlib.nullcontext() if has_gpu() else hopper.interpret_mode():
@@ -164,6 +179,7 @@ def test_deterministic_gradients(name: str) -> None:
 
 
 @needs_gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("depth", [64, 128, 256])
 def test_runs_agree_on_gpu(depth: int) -> None:
     q, k, v = (
@@ -224,13 +240,19 @@ def test_refusals(fields: dict, device: str, words: str) -> None:
     assert words in reason
 
 
-def test_deep_gradients_of_a_bias_are_refused() -> None:
+def test_deep_gradients_are_refused(monkeypatch) -> None:
     sides = {"bias": (1, 1, 200, 136), "bias_dtype": "bfloat16"}
     problem, target = problem_of(head_dim=256, **sides), Target.parse("h200")
+    assert BACKEND.supports(problem, target) is None
+    for wants_bias in (False, True):
+        reason = BACKEND.supports_backward(problem, target, wants_bias)
+        assert reason is not None
+        assert "have not run on a GPU yet" in reason
+    monkeypatch.setattr(gpu, "OFFER_UNTRIED", True)
     assert BACKEND.supports_backward(problem, target, False) is None
     reason = BACKEND.supports_backward(problem, target, True)
     assert reason is not None
-    assert "head dims above 128" in reason
+    assert "no gradient of a bias" in reason
 
 
 def test_a_wrong_configuration() -> None:

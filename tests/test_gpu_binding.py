@@ -259,9 +259,7 @@ REFUSALS: dict[str, tuple[dict, tuple, str]] = {
     "mild fill": ({"causal": True, "mask_fill": -3.0}, (), "-3.0"),
     "large head dim": ({"d": 320}, (), "head_dim 320"),
     "no keys": ({"s": 0}, (), "an operand is empty"),
-    "deep gradient of a bias": (
-        {"d": 256, **half_bias(1, 2, 2, 40, 40)}, ((0,), (HALF,), HALF), "above 128",
-    ),
+    "deep gradients": ({"d": 256}, (QKV, (HALF,) * 3, HALF), "above 128"),
     "float32 gradient": ({}, (("q", "k"), (HALF, "float32"), HALF), "of k: float32"),
     "float32 cotangent": ({}, (("q",), (HALF,), "float32"), "cotangent"),
     "precise products": (

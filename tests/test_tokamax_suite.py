@@ -286,7 +286,7 @@ class TestMosaicGpu(Suite, test_base.AttentionTestBase):
         if not options.get("impl_kwargs", {}).get("normalize_output", True):
             # the gradients of the sum of exponentials have no limit there either
             options["test_vjp"] = False
-        if bias is not None and max(q.shape[-1], v.shape[-1]) > FLAT_DEPTH:
+        if max(q.shape[-1], v.shape[-1]) > FLAT_DEPTH:
             options["test_vjp"] = False
         with sums_in_any_order(), limits_of_the_largest():
             super()._run_test_with_inputs(q, k, v, bias=bias, **options)
