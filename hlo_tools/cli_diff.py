@@ -48,7 +48,7 @@ def diff(
     ] = False,
     form: Annotated[
         str | None,
-        typer.Option("--format", metavar="FORMAT", help="text or json."),
+        typer.Option("--format", metavar="FORMAT", help="text, json or html."),
     ] = None,
     output: Annotated[
         str,
@@ -67,11 +67,12 @@ def diff(
     Exit status 0 when they are the same, 1 when they differ, 2 on an error.
     """
     form = form or report_format(output)
-    check_choice("format", form, FORMATS[:2])
+    check_choice("format", form, FORMATS)
     words = tuple(word.strip() for word in ignore.split(",") if word.strip())
     if baseline is not None:
         if b is not None:
             raise HloToolsError("--baseline takes one module: A, without a B")
+        check_choice("format", form, FORMATS[:2])
         return partial(_compare_baseline, a, baseline, update, words, form, output)
     if update:
         raise HloToolsError("--update writes a baseline: give --baseline FILE")
@@ -93,16 +94,27 @@ def _compare(a: str, b: str, ignore: tuple[str, ...], form: str, output: str) ->
         if all(folders):
             from hlo_tools.hlo.diff_folders import diff_folders
 
+            if form == "html":
+                raise HloToolsError(
+                    "a page shows two modules, not folders: name a file of each"
+                )
             result: Any = diff_folders(a, b, ignore, tell)
+            modules = ()
         else:
-            result = compare(parse(Path(a)), parse(Path(b)), ignore)
-    write_text(output, _render(result, form))
+            modules = parse(Path(a)), parse(Path(b))
+            result = compare(*modules, ignore)
+        text = _render(result, modules, form)
+    write_text(output, text)
     return SAME if result.is_same else DIFFERENT
 
 
-def _render(result: Any, form: str) -> str:
+def _render(result: Any, modules: tuple[Any, ...], form: str) -> str:
     if form == "json":
         return json.dumps(result.as_dict(), indent=2) + "\n"
+    if form == "html":
+        from hlo_tools.hlo.diff_html import page
+
+        return page(result, *modules)
     return result.text()
 
 

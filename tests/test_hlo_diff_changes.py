@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from hlo_tools.cli import main
 from hlo_tools.errors import UnknownNameError
 from hlo_tools.hlo import diff as differ
 
@@ -62,8 +63,6 @@ def test_ignored_aspects() -> None:
 
 
 def test_command(tmp_path, capsys) -> None:
-    from hlo_tools.cli import main
-
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     a.write_text(MODULE)
     b.write_text(MODULE.replace("tanh(power)", "sine(power)"))
@@ -76,9 +75,33 @@ def test_command(tmp_path, capsys) -> None:
     assert main(["diff", str(a), str(tmp_path / "none.txt")]) == 2
 
 
-def test_baseline(tmp_path, capsys) -> None:
-    from hlo_tools.cli import main
+def test_page(tmp_path) -> None:
+    """Both modules whole, escaped, and each instruction leads to its counterpart."""
+    a, b, page = (tmp_path / name for name in ("a.txt", "b.txt", "page.html"))
+    a.write_text(MODULE.replace("tanh(power)", 'tanh(power), metadata={op_name="<&>"}'))
+    b.write_text(MODULE.replace("tanh(power)", "sine(power)"))
+    assert main(["diff", str(a), str(b), "-o", str(page)]) == 1
+    text = page.read_text()
+    assert "<&>" not in text
+    assert "&lt;&amp;&gt;" in text
+    lines = dict(re.findall(r"<p id=(\w+)(.*)</p>", text))
+    assert len(lines) == 2 * 9
+    changed = [id for id, line in lines.items() if " class=" in line]
+    assert [re.search(r"= \S+ (\w+)", lines[id])[1] for id in changed] == [
+        "tanh", "sine",
+    ]  # fmt: skip
+    targets = {id: re.search(r"data-to=(\w+)", line) for id, line in lines.items()}
+    assert sum(found is not None for found in targets.values()) >= 2 * 8
+    for id, found in targets.items():
+        if found is not None:
+            back = targets[found[1]]
+            assert back is not None
+            assert back[1] == id
+    assert re.search(r'href="#a\d+">tanh', text)
+    assert "http" not in text.replace("http-equiv", "")
 
+
+def test_baseline(tmp_path, capsys) -> None:
     a, b, baseline = (tmp_path / name for name in ("a.txt", "b.txt", "base.json"))
     a.write_text(MODULE)
     assert main(["diff", str(a), "--baseline", str(baseline), "--update"]) == 0

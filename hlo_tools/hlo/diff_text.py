@@ -101,11 +101,15 @@ def place_scope(place: Place) -> str:
     return both[0] if both else ""
 
 
+def headline(place: Place) -> str:
+    """What changed at a place, and where, in a few words."""
+    return f"{_HEADLINES[place.kind]}: {place_scope(place) or '(no op_name)'}"
+
+
 def _place_lines(number: int, place: Place) -> Iterator[str]:
-    where = place_scope(place)
     sources = dict.fromkeys([*place.sources("a"), *place.sources("b")])
     at = f" at {', '.join(list(sources)[:_SHOWN_NAMES])}" if sources else ""
-    yield f"{number}. {_HEADLINES[place.kind]}: {where or '(no op_name)'}{at}"
+    yield f"{number}. {headline(place)}{at}"
     for sign, kind in (("-", "removed"), ("+", "added")):
         refs = [change.a or change.b for change in place.changes if change.kind == kind]
         yield from _group_lines(sign, [ref for ref in refs if ref is not None])
