@@ -37,7 +37,9 @@ def branches(x):
 # name -> function and shapes
 PROGRAMS = {
     "matmul": (lambda x, w: x @ w, (f32(8, 16), f32(16, 32))),
-    "batched": (lambda x, w: jnp.einsum("bij,bjk->bik", x, w), (f32(3, 4, 5), f32(3, 5, 2))),
+    "batched": (
+        lambda x, w: jnp.einsum("bij,bjk->bik", x, w), (f32(3, 4, 5), f32(3, 5, 2)),
+    ),
     "softmax": (jax.nn.softmax, (f32(16, 40),)),
     "mean": (lambda x: x.mean(0), (f32(17, 9),)),
     "convolution": (convolution, (f32(2, 3, 15, 14), f32(6, 3, 3, 5))),

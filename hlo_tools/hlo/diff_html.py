@@ -37,7 +37,8 @@ main { flex: 1; display: flex; min-height: 0; }
 section { flex: 1; min-width: 0; overflow: auto; background: var(--card);
   border-right: 1px solid var(--line); font: 12px/1.6 ui-monospace, monospace; }
 section > h2 { position: sticky; top: 0; left: 0; z-index: 1; padding: 6px 12px;
-  background: var(--page); font-family: system-ui, sans-serif; border-bottom: 1px solid var(--line); }
+  background: var(--page); font-family: system-ui, sans-serif;
+  border-bottom: 1px solid var(--line); }
 article { content-visibility: auto; contain-intrinsic-size: auto 600px; }
 h3 { font: inherit; color: var(--soft); margin: 10px 12px 0; }
 p { margin: 0; padding: 0 12px; white-space: pre; width: max-content; min-width: 100%; }
