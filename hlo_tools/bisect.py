@@ -159,13 +159,13 @@ class Bisection:
         return bad
 
     def _next_prefix(self, good: int, bad: int) -> int:
-        """The length of the prefix to check: before, then after a likely culprit."""
+        """The length of the prefix to check: before, then after the likely culprits."""
         loose = [
             count
             for count in range(good + 1, bad + 1)
             if self.passes[count - 1].exactness != "bitwise"
         ]
-        if len(loose) == 1:
+        if 1 <= len(loose) <= 2:
             near = [n for n in (loose[0] - 1, loose[0]) if good < n < bad]
             if near:
                 return near[0]
