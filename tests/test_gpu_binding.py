@@ -2,6 +2,8 @@
 
 Emulated, the reference backend takes the kernels' place: what is asked of them adds
 up to the site. Interpreted, the kernels themselves answer.
+
+Length: tables of cases.
 """
 
 import dataclasses

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hlo_tools.errors import HloToolsError, UnknownNameError
+from hlo_tools.hlo.cost import COLLECTIVES
 from hlo_tools.hlo.diff_changes import VIRTUAL
 from hlo_tools.hlo.diff_graph import OUTPUT, Graph, Node, flatten
 from hlo_tools.hlo.diff_labels import COMMUTATIVE, digest
@@ -22,15 +23,6 @@ from hlo_tools.hlo.ir import HloModule
 VERSION = 1
 # What a fingerprint can leave out.
 ASPECTS = ("shapes", "layouts", "schedule", "fusions", "aliasing", "constants")
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
 
 
 class BaselineError(HloToolsError):

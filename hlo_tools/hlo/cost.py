@@ -17,7 +17,7 @@ from hlo_tools.hlo.ir import HloComputation, HloInstruction, HloModule
 from hlo_tools.hlo.trip_counts import trip_count
 from hlo_tools.targets import Target
 
-_COLLECTIVES = (
+COLLECTIVES = (
     "all-gather",
     "all-reduce",
     "all-to-all",
@@ -236,7 +236,7 @@ class _Counter:
 
 def _kind(instruction: HloInstruction) -> str | None:
     name = instruction.opcode.removesuffix("-start")
-    return name if name in _COLLECTIVES else None
+    return name if name in COLLECTIVES else None
 
 
 def _collective(instruction: HloInstruction, trips: int) -> Collective:
